@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the user configured, checked, for both sides of the connector."""
+
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from umbp.backends.base import Backend
+from umbp.backends.registry import find_backend
+from umbp.backends.socket_path import socket_path
+from umbp.errors import ConfigError
+from umbp.fsm import CoreLimits
+from umbp.keys import KeySpace
+from umbp.options import option, parse_options
+
+
+@attrs.frozen
+class ConnectorOptions:
+    """Options of the connector itself, whatever the backend."""
+
+    backend: str = option(
+        "memory", help="Entry-point name of the backend that keeps the objects (`umbp backends`)."
+    )
+    enable_lookup: bool = option(
+        True, help="Look for stored KV. When false, KV is stored but never restored."
+    )
+    lookup_async: bool = option(
+        False,
+        help="Let a request wait in vLLM's queue for its lookup. When false, the scheduling step "
+        "waits for the answer, at most `lookup_timeout_ms`.",
+    )
+    lookup_timeout_ms: int = option(
+        100, help="A lookup that is not answered by then is a miss.", unit="ms", minimum=1
+    )
+    load_async: bool = option(
+        True,
+        help="Load between steps, while other requests run. When false, the step that computes a "
+        "request loads it first, and the whole batch waits.",
+    )
+    save_decode_cache: bool = option(
+        False, help="Store blocks that decoding fills, too, not only those of prompts."
+    )
+    timeout_ms: int = option(
+        30_000,
+        help="A transfer that has not ended by then is cancelled; its blocks stay held until it "
+        "has. A native call that runs for longer stops the engine, because its memory can no "
+        "longer be called safe.",
+        unit="ms",
+        minimum=1,
+    )
+    load_failure_quarantine_ms: int = option(
+        0,
+        help="Objects that failed to load are misses for every request for this long; 0 for the "
+        "one request only.",
+        unit="ms",
+        minimum=0,
+    )
+    max_pinned_percent: int = option(
+        50,
+        help="Share of the KV blocks that stores in flight may pin; further stores are put off.",
+        unit="%",
+        minimum=1,
+        maximum=100,
+    )
+    key_namespace: str = option(
+        "",
+        help="Added to the namespace: engines with different values never share objects. Change "
+        "it when weights change under one path.",
+    )
+    lookup_instance: str = option(
+        "", help="Tells engines of the same model on one host apart; needed for the second one."
+    )
+    socket_dir: str = option(
+        "",
+        help="Directory in which umbp makes a private one for its lookup sockets. Default: vLLM's "
+        "RPC base path.",
+    )
+
+
+@attrs.frozen
+class ConnectorConfig:
+    """Everything that both sides derive from vLLM's configuration, equal in every process.
+
+    Attributes:
+        options: The connector's options.
+        backend: The backend's class.
+        backend_options: The backend's own options.
+        rank_count: Workers that hold a part of every block.
+        dp_index: Index of this engine among data-parallel engines.
+        socket_directory: Where the private directory of lookup sockets is made.
+    """
+
+    options: ConnectorOptions
+    backend: type[Backend]
+    backend_options: Any
+    rank_count: int
+    dp_index: int
+    socket_directory: Path
+
+    @classmethod
+    def from_vllm(cls, vllm_config: Any) -> "ConnectorConfig":
+        """Reads vLLM's configuration.
+
+        Raises:
+            ConfigError: Something in it cannot work.
+        """
+        raw = dict(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
+        name = raw.get("backend", attrs.fields(ConnectorOptions).backend.default)
+        if not isinstance(name, str):
+            raise ConfigError(f"option backend is {name!r}; give the name of a backend as a string")
+        backend = find_backend(name)
+        options, backend_options = parse_options(raw, ConnectorOptions, backend.options_type)
+        parallel = vllm_config.parallel_config
+        return cls(
+            options=options,
+            backend=backend,
+            backend_options=backend_options,
+            rank_count=parallel.world_size,
+            dp_index=getattr(parallel, "data_parallel_index", None) or 0,
+            socket_directory=_socket_directory(options.socket_dir),
+        )
+
+    def core_limits(self, *, unit_tokens: int, block_count: int) -> CoreLimits:
+        """Returns the bounds of the core."""
+        options = self.options
+        return CoreLimits(
+            unit_tokens=unit_tokens,
+            rank_count=self.rank_count,
+            lookup_timeout_s=options.lookup_timeout_ms / 1000,
+            transfer_timeout_s=options.timeout_ms / 1000,
+            quarantine_s=options.load_failure_quarantine_ms / 1000,
+            pinned_blocks_max=max(1, block_count * options.max_pinned_percent // 100),
+        )
+
+    def instance(self, keyspace: KeySpace) -> str:
+        """Returns a name of this engine, unique among the live engines of a host."""
+        parts = [keyspace.namespace.hex()[:12], f"dp{self.dp_index}", self.options.lookup_instance]
+        return "-".join(part for part in parts if part)
+
+    def socket_paths(self, keyspace: KeySpace) -> list[Path]:
+        """Returns the lookup socket of each rank, in order."""
+        return [
+            socket_path(
+                self.socket_directory,
+                namespace=keyspace.namespace,
+                dp_index=self.dp_index,
+                instance=self.options.lookup_instance,
+                rank=rank,
+            )
+            for rank in range(self.rank_count)
+        ]
+
+
+def _socket_directory(socket_dir: str) -> Path:
+    if socket_dir:
+        return Path(socket_dir)
+    from vllm import envs
+
+    return Path(envs.VLLM_RPC_BASE_PATH)

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``UMBPStoreConnector``: vLLM's connector interface, translated to the two sides.
+
+vLLM makes one object of this class in the scheduler and one in every worker. Each has exactly one
+side; a hook of the other side is never called on it.
+"""
+
+import logging
+import os
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+
+from umbp.connector.config import ConnectorConfig
+from umbp.connector.metadata import StepMetadata, WorkerMetadata
+from umbp.connector.namespace import digest, manifest
+from umbp.connector.scheduler import SchedulerSide
+from umbp.connector.setup import WorkerParts, open_scheduler_side, open_worker_parts
+from umbp.connector.support import check_supported, warn_of_policy
+from umbp.connector.worker import WorkerSide
+from umbp.errors import UsageError
+from umbp.keys import KeySpace
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_TIMEOUT_S = 5.0
+"""How long a worker's shutdown may wait for transfers that are running."""
+
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError:  # vLLM 0.31 does not tell sources of hits apart.
+    _HOST = None
+else:
+    _HOST = CacheHitSource.HOST
+
+
+class UMBPStoreConnector(KVConnectorBase_V1, SupportsHMA):
+    """Offloads KV blocks to a backend's host memory and restores them.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        role: Which side this object is.
+        kv_cache_config: KV cache groups and blocks.
+
+    Raises:
+        ConfigError: The configuration cannot work; the message says what to do.
+    """
+
+    _cache_hit_source = _HOST
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        check_supported(vllm_config, kv_cache_config)
+        config = ConnectorConfig.from_vllm(vllm_config)
+        self.manifest = manifest(
+            vllm_config, kv_cache_config, key_namespace=config.options.key_namespace
+        )
+        keyspace = KeySpace(digest(self.manifest))
+        self._scheduler_side: SchedulerSide | None = None
+        self._worker_parts: WorkerParts | None = None
+        self._worker_side: WorkerSide | None = None
+        strict = os.environ.get("UMBP_STRICT", "") == "1"
+        if role is KVConnectorRole.SCHEDULER:
+            warn_of_policy(vllm_config)
+            self._scheduler_side = open_scheduler_side(
+                config, keyspace, vllm_config, kv_cache_config, strict=strict
+            )
+            logger.info(
+                "umbp offloads to %r, namespace %s",
+                config.options.backend,
+                keyspace.namespace.hex(),
+            )
+        else:
+            self._worker_parts = open_worker_parts(config, keyspace, vllm_config)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: a store that does not happen is a miss later, never a wrong answer."""
+        return False
+
+    @property
+    def scheduler_side(self) -> SchedulerSide:
+        """The scheduler's side, for tools that run in the engine's process."""
+        if self._scheduler_side is None:
+            raise UsageError("this connector object is a worker's; it has no scheduler side")
+        return self._scheduler_side
+
+    @property
+    def worker_side(self) -> WorkerSide:
+        """The worker's side, once KV caches are registered."""
+        if self._worker_side is None:
+            raise UsageError("KV caches are not registered with this connector object")
+        return self._worker_side
+
+    def counters(self) -> dict[str, int]:
+        """Returns everything that the scheduler's side has counted, by name."""
+        return self.scheduler_side.counters()
+
+    # ------------------------------------------------------------ scheduler's side
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Takes the pool through which source blocks are pinned."""
+        self.scheduler_side.bind_block_pool(gpu_block_pool)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Says how many tokens beyond the engine's own can be loaded; None: ask again."""
+        return self.scheduler_side.matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Takes the blocks that a request was given."""
+        self.scheduler_side.admitted(request, blocks.get_block_ids(), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+        """Plans the step's stores and hands all new transfers to the workers."""
+        return self.scheduler_side.step_metadata(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Takes the workers' answers."""
+        metadata = connector_output.kv_connector_worker_meta
+        if isinstance(metadata, WorkerMetadata):
+            self.scheduler_side.take_worker_answers(metadata)
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Ends a request of a model with one KV cache group."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Ends a request; never asks to keep its blocks, since stores pin their own."""
+        self.scheduler_side.finished(request, block_ids)
+        return False, None
+
+    def has_pending_push_work(self) -> bool:
+        """True exactly while a transfer is open, so that its answer is fetched."""
+        return self.scheduler_side.has_open_transfers()
+
+    def has_pending_block_frees(self) -> bool:
+        """True while waiting for a store frees blocks that preemption would have to."""
+        return self.scheduler_side.may_free_blocks_soon()
+
+    def take_events(self) -> Iterable[Any]:
+        """No KV events are published."""
+        return ()
+
+    def reset_cache(self) -> bool:
+        """Makes everything stored so far unfindable."""
+        return self.scheduler_side.reset()
+
+    # ------------------------------------------------------------ worker's side
+
+    def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
+        """Registers KV memory with the backend and begins to answer lookups."""
+        if self._worker_parts is None:
+            raise UsageError("KV caches are registered with a worker's connector object only")
+        self._worker_side = self._worker_parts.register(kv_caches, self._kv_cache_config)
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        """Takes what the scheduler's side wants of this step."""
+        super().bind_connector_metadata(connector_metadata)
+        self.worker_side.take_metadata(connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Starts this step's loads; waits for synchronous ones only."""
+        self.worker_side.start_loads()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: synchronous loads have ended, asynchronous ones are not read yet."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Nothing is stored by layer: an object is published whole."""
+
+    def wait_for_save(self) -> None:
+        """Starts this step's stores; their source blocks are pinned, so nothing is waited for."""
+        self.worker_side.start_stores()
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Reports asynchronous loads that have ended, each exactly once."""
+        received, failed = self.worker_side.poll()
+        return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Reports the destinations of synchronous loads that failed in this step."""
+        return self.worker_side.take_error_blocks()
+
+    def build_connector_worker_meta(self) -> WorkerMetadata | None:
+        """Hands the answers of this rank to the scheduler's side."""
+        return self.worker_side.take_answers()
+
+    # ------------------------------------------------------------ both
+
+    def shutdown(self) -> None:
+        """Ends transfers and lookups and gives memory back, in bounded time."""
+        if self._scheduler_side is not None:
+            self._scheduler_side.close()
+        if self._worker_parts is not None:
+            self._worker_parts.close(_CLOSE_TIMEOUT_S)

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Opens the two sides: backend, sockets, core, in the order in which they need each other."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from umbp.backends.base import LookupClient, SchedulerSite, WorkerPool, WorkerSite
+from umbp.backends.lookup_client import SocketLookupClient
+from umbp.backends.lookup_server import LookupServer
+from umbp.connector.config import ConnectorConfig
+from umbp.connector.layout import kv_memory
+from umbp.connector.scheduler import SchedulerSide
+from umbp.connector.worker import WorkerSide
+from umbp.fsm import Core
+from umbp.keys import KeySpace
+
+
+def open_scheduler_side(
+    config: ConnectorConfig,
+    keyspace: KeySpace,
+    vllm_config: Any,
+    kv_cache_config: Any,
+    *,
+    strict: bool,
+) -> SchedulerSide:
+    """Opens the scheduler's side. No pool, no MORI: at most a client that asks.
+
+    Raises:
+        ConfigError: An option cannot work.
+    """
+    from vllm.v1.core.kv_cache_utils import (
+        resolve_kv_cache_block_sizes,
+    )
+
+    options = config.options
+    transfer = vllm_config.kv_transfer_config
+    unit_tokens, _ = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    limits = config.core_limits(unit_tokens=unit_tokens, block_count=kv_cache_config.num_blocks)
+    lookups = None
+    if options.enable_lookup and transfer.is_kv_consumer:
+        lookups = _open_lookup(config, keyspace)
+    return SchedulerSide(
+        Core(limits),
+        lookups,
+        load_async=options.load_async,
+        lookup_async=options.lookup_async,
+        store=transfer.is_kv_producer,
+        save_decode_cache=options.save_decode_cache,
+        strict=strict,
+    )
+
+
+def _open_lookup(config: ConnectorConfig, keyspace: KeySpace) -> LookupClient:
+    timeout_ms = config.options.lookup_timeout_ms
+    if config.backend.pool_in_worker:
+        return SocketLookupClient(
+            config.socket_paths(keyspace),
+            namespace=keyspace.namespace,
+            lookup_timeout_ms=timeout_ms,
+        )
+    site = SchedulerSite(
+        namespace=keyspace.namespace,
+        rank_count=config.rank_count,
+        instance=config.instance(keyspace),
+        lookup_timeout_ms=timeout_ms,
+    )
+    return config.backend.open_lookup(config.backend_options, site)
+
+
+def open_worker_parts(
+    config: ConnectorConfig, keyspace: KeySpace, vllm_config: Any
+) -> "WorkerParts":
+    """Opens the backend's pool in this worker.
+
+    Raises:
+        ConfigError: An option cannot work here.
+        BackendUnavailable: The backend is not there.
+    """
+    device = vllm_config.device_config.device
+    rank = vllm_config.parallel_config.rank
+    on_cpu = device is None or device.type == "cpu"
+    site = WorkerSite(
+        rank=rank,
+        rank_count=config.rank_count,
+        device_type=device.type if device is not None else "cpu",
+        device_index=None if on_cpu else torch.accelerator.current_device_index(),
+        instance=config.instance(keyspace),
+        transfer_timeout_ms=config.options.timeout_ms,
+    )
+    pool = config.backend.open_worker(config.backend_options, site)
+    return WorkerParts(config, keyspace, rank, pool)
+
+
+class WorkerParts:
+    """What a worker has opened, from its pool to its lookup server.
+
+    Args:
+        config: The configuration.
+        keyspace: Keys of the namespace.
+        rank: Index of this worker.
+        pool: The backend's pool, not registered yet.
+    """
+
+    def __init__(
+        self, config: ConnectorConfig, keyspace: KeySpace, rank: int, pool: WorkerPool
+    ) -> None:
+        self._config = config
+        self._keyspace = keyspace
+        self._rank = rank
+        self._pool = pool
+        self._server: LookupServer | None = None
+
+    def register(self, kv_caches: Mapping[str, Any], kv_cache_config: Any) -> WorkerSide:
+        """Registers KV memory, and begins to answer lookups where the pool is in the worker.
+
+        Raises:
+            ConfigError: The KV memory cannot be addressed, or another engine serves the lookups.
+        """
+        memory = kv_memory(kv_caches, kv_cache_config)
+        self._pool.register(memory)
+        if self._config.backend.pool_in_worker:
+            self._server = LookupServer(
+                self._pool.contains,
+                keyspace=self._keyspace,
+                rank=self._rank,
+                path=self._config.socket_paths(self._keyspace)[self._rank],
+            )
+        return WorkerSide(
+            self._pool,
+            keyspace=self._keyspace,
+            rank=self._rank,
+            timeout_ms=self._config.options.timeout_ms,
+            make_fence=_fence_maker(memory.regions[0].device_type),
+        )
+
+    def close(self, timeout_s: float) -> None:
+        """Ends lookups first, so that nobody asks a pool that is going."""
+        if self._server is not None:
+            self._server.close()
+        self._pool.close(timeout_s)
+
+
+def _fence_maker(device_type: str) -> Callable[[], Callable[[], None]] | None:
+    """Returns what makes fences on a device; None on a CPU, where work is done when submitted."""
+    if device_type == "cpu":
+        return None
+
+    def make_fence() -> Callable[[], None]:
+        event = torch.Event(device_type)
+        event.record()
+        return event.synchronize
+
+    return make_fence

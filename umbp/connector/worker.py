@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker's side: hands jobs to the backend's pool, and its results to the scheduler's side.
+
+It decides nothing and keeps nothing of a request but the jobs that are open. Every job is answered
+exactly once; every load that vLLM waits for is reported exactly once.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+
+import attrs
+
+from umbp.backends.base import (
+    JobResult,
+    TransferJob,
+    TransferOutcome,
+    TransferPart,
+    WorkerPool,
+)
+from umbp.connector.metadata import (
+    RankAnswer,
+    StepMetadata,
+    TransferPlan,
+    WorkerMetadata,
+    unpack_ids,
+)
+from umbp.errors import BackendError, BackendStalled
+from umbp.keys import PREFIX_BYTES, KeySpace, split_hashes
+
+logger = logging.getLogger(__name__)
+
+_POLL_INTERVAL_S = 0.0002
+"""How often a synchronous load is looked at; a tenth of the shortest step worth the name."""
+
+
+@attrs.define
+class _OpenJob:
+    """A job that the pool has not answered.
+
+    Attributes:
+        plan: What the scheduler's side asked for.
+        is_load: Direction.
+    """
+
+    plan: TransferPlan
+    is_load: bool
+
+
+class WorkerSide:
+    """Drives a backend's pool from a vLLM worker.
+
+    Args:
+        pool: The backend's side in this worker.
+        keyspace: Keys of this engine's namespace.
+        rank: Index of this worker.
+        timeout_ms: Deadline of a transfer.
+        make_fence: Returns a function that waits for the device work submitted so far; None where
+            the device works at once.
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(  # noqa: PLR0913 - keyword-only
+        self,
+        pool: WorkerPool,
+        *,
+        keyspace: KeySpace,
+        rank: int,
+        timeout_ms: int,
+        make_fence: Callable[[], Callable[[], None]] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._pool = pool
+        self._keyspace = keyspace
+        self._rank = rank
+        self._timeout_s = timeout_ms / 1000
+        self._make_fence = make_fence
+        self._clock = clock
+        self._epoch = 0
+        self._jobs: dict[int, _OpenJob] = {}
+        # Of the metadata in hand, what has not been handed to the pool yet.
+        self._loads: list[TransferPlan] = []
+        self._stores: list[TransferPlan] = []
+        # For vLLM's getters at the end of the step.
+        self._received: set[str] = set()
+        self._failed: set[str] = set()
+        self._error_blocks: set[int] = set()
+        self._answers: list[RankAnswer] = []
+
+    # ------------------------------------------------------------ hooks, in vLLM's order
+
+    def take_metadata(self, metadata: StepMetadata) -> None:
+        """Answers ``bind_connector_metadata``."""
+        self._drop_unsent()
+        self._epoch = metadata.epoch
+        self._loads = list(metadata.loads)
+        self._stores = list(metadata.stores)
+        for job_id in metadata.cancels:
+            self._pool.cancel(job_id)
+        for plan in metadata.refused:
+            self._finish(_OpenJob(plan, True), _not_attempted(plan.job_id, "refused"))
+
+    def start_loads(self) -> None:
+        """Answers ``start_load_kv``; waits for synchronous loads, within their deadline."""
+        loads, self._loads = self._loads, []
+        if not loads:
+            return
+        # A block given to a load may still be written by the step of its former owner.
+        fence = self._make_fence() if self._make_fence is not None else None
+        waiting = set()
+        for plan in loads:
+            self._submit(plan, is_load=True, fence=fence)
+            if plan.synchronous:
+                waiting.add(plan.job_id)
+        self._await(waiting)
+
+    def start_stores(self) -> None:
+        """Answers ``wait_for_save``: every store of the step goes to the pool, exactly once."""
+        stores, self._stores = self._stores, []
+        if not stores:
+            return
+        fence = self._make_fence() if self._make_fence is not None else None
+        for plan in stores:
+            self._submit(plan, is_load=False, fence=fence)
+
+    def poll(self) -> tuple[set[str], set[str]]:
+        """Answers ``get_transfer_results``.
+
+        Returns:
+            Requests whose asynchronous load has ended, and those among them whose load failed.
+
+        Raises:
+            BackendStalled: Memory that a native call may still write would have to be reused.
+        """
+        self._take_results()
+        received, self._received = self._received, set()
+        failed, self._failed = self._failed, set()
+        return received, failed
+
+    def take_error_blocks(self) -> set[int]:
+        """Answers ``get_block_ids_with_load_errors``: destinations of failed synchronous loads."""
+        blocks, self._error_blocks = self._error_blocks, set()
+        return blocks
+
+    def take_answers(self) -> WorkerMetadata | None:
+        """Answers ``build_connector_worker_meta``."""
+        answers, self._answers = self._answers, []
+        return WorkerMetadata(answers) if answers else None
+
+    def close(self, timeout_s: float) -> None:
+        """Answers ``shutdown``."""
+        self._pool.close(timeout_s)
+
+    # ------------------------------------------------------------ jobs
+
+    def _submit(
+        self, plan: TransferPlan, *, is_load: bool, fence: Callable[[], None] | None
+    ) -> None:
+        job = TransferJob(
+            plan.job_id,
+            tuple(
+                TransferPart(
+                    part.group_index,
+                    self._keyspace.keys(
+                        split_hashes(part.hashes, part.hash_bytes),
+                        epoch=plan.epoch,
+                        group_index=part.group_index,
+                        rank=self._rank,
+                    ),
+                    unpack_ids(part.block_ids),
+                )
+                for part in plan.parts
+            ),
+            self._clock() + self._timeout_s,
+            fence,
+        )
+        open_job = _OpenJob(plan, is_load)
+        self._jobs[plan.job_id] = open_job
+        try:
+            (self._pool.load if is_load else self._pool.store)(job)
+        except BackendStalled:
+            raise
+        except BackendError as error:
+            del self._jobs[plan.job_id]
+            self._finish(open_job, _not_attempted(plan.job_id, str(error)))
+
+    def _await(self, job_ids: set[int]) -> None:
+        # The pool ends a job that is past its deadline, or says that it cannot (BackendStalled).
+        while job_ids & self._jobs.keys():
+            self._take_results()
+            time.sleep(_POLL_INTERVAL_S)
+
+    def _take_results(self) -> None:
+        for result in self._pool.poll():
+            job = self._jobs.pop(result.job_id, None)
+            if job is None:
+                logger.error("backend answered job %d, which is not open", result.job_id)
+            else:
+                self._finish(job, result)
+
+    def _finish(self, job: _OpenJob, result: JobResult) -> None:
+        plan = job.plan
+        succeeded = result.outcome is TransferOutcome.DONE
+        if job.is_load and succeeded and plan.epoch != self._epoch:
+            # Reset while it was on its way: what it brought is from before.
+            succeeded = False
+        self._answers.append(
+            RankAnswer(
+                plan.job_id,
+                self._rank,
+                succeeded,
+                result.outcome is not TransferOutcome.NOT_ATTEMPTED,
+                result.bytes_moved,
+                [key[PREFIX_BYTES:] for key in result.failed_keys],
+                result.reason,
+            )
+        )
+        if not job.is_load:
+            return
+        if not plan.synchronous:
+            self._received.add(plan.request_id)
+            if not succeeded:
+                self._failed.add(plan.request_id)
+        elif not succeeded:
+            for part in plan.parts:
+                self._error_blocks.update(unpack_ids(part.block_ids).tolist())
+
+    def _drop_unsent(self) -> None:
+        """Answers for what was never handed to the pool, because a step was cut short."""
+        for plan in self._loads:
+            self._finish(_OpenJob(plan, True), _not_attempted(plan.job_id, "step cut short"))
+        for plan in self._stores:
+            self._finish(_OpenJob(plan, False), _not_attempted(plan.job_id, "step cut short"))
+        self._loads, self._stores = [], []
+
+
+def _not_attempted(job_id: int, reason: str) -> JobResult:
+    return JobResult(job_id, TransferOutcome.NOT_ATTEMPTED, reason=reason)

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the core counts. Every decline is silent otherwise, so each has its own number."""
+
+import attrs
+
+
+@attrs.define
+class CoreCounters:
+    """Counters that only rise, since the core was made.
+
+    Attributes:
+        lookups: Questions sent to the backend.
+        lookup_hits: Answers with at least one unit to load.
+        lookup_misses: Answers without.
+        lookups_expired: Questions that were not answered in time.
+        loads_started: Loads admitted by the engine.
+        loads_settled: Loads that every rank did.
+        loads_failed: Loads that some rank could not do.
+        loads_not_attempted: Failed loads of which no rank had begun its part.
+        tokens_restored: Tokens covered by settled loads.
+        stores_started: Stores planned.
+        stores_settled: Stores that every rank did.
+        stores_failed: Stores that some rank could not do.
+        tokens_stored: Tokens covered by settled stores.
+        leases_stalled: Transfers that went past their deadline.
+        answers_unknown: Answers for transfers that are closed, or given twice.
+        preemptions: Lives that ended by preemption.
+        requests_forgotten: Contexts dropped because the engine never mentioned them again.
+        epochs_raised: Resets.
+        declined_lease_limit: Stores not planned because too many transfers are open.
+        declined_pin_limit: Stores not planned because they would pin too many blocks.
+        declined_stale_epoch: Lives whose stores ended because of a reset.
+        declined_barred: Lives whose KV must not be stored.
+        declined_sync_load: Stores put off because a synchronous load is open.
+    """
+
+    lookups: int = 0
+    lookup_hits: int = 0
+    lookup_misses: int = 0
+    lookups_expired: int = 0
+    loads_started: int = 0
+    loads_settled: int = 0
+    loads_failed: int = 0
+    loads_not_attempted: int = 0
+    tokens_restored: int = 0
+    stores_started: int = 0
+    stores_settled: int = 0
+    stores_failed: int = 0
+    tokens_stored: int = 0
+    leases_stalled: int = 0
+    answers_unknown: int = 0
+    preemptions: int = 0
+    requests_forgotten: int = 0
+    epochs_raised: int = 0
+    declined_lease_limit: int = 0
+    declined_pin_limit: int = 0
+    declined_stale_epoch: int = 0
+    declined_barred: int = 0
+    declined_sync_load: int = 0
+
+    def as_dict(self) -> dict[str, int]:
+        """Returns all counters by name."""
+        return {field.name: getattr(self, field.name) for field in attrs.fields(CoreCounters)}

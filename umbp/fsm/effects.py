@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a transition writes and commands. The table names these; nothing else calls them.
+
+Every effect checks first and writes after, so that a refused event changes nothing. No effect
+writes a state: ``Core`` does that, from the table, when the effect has returned.
+"""
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from umbp.errors import UsageError
+from umbp.fsm import commands, events
+from umbp.fsm.lease import LeaseKind, TransferLease
+from umbp.fsm.request import RequestContext, RequestState
+
+if TYPE_CHECKING:
+    from umbp.fsm.core import Core
+
+# ---------------------------------------------------------------- requests
+
+
+def ask_lookup(core: "Core", request: RequestContext, event: events.LookupAsked) -> None:
+    """Opens a question for what lies beyond the engine's own tokens."""
+    unit = core.limits.unit_tokens
+    end = event.limit_tokens - event.limit_tokens % unit
+    if event.local_tokens % unit or end <= event.local_tokens:
+        raise UsageError(
+            f"{request.identity}: nothing to look up from {event.local_tokens} to "
+            f"{event.limit_tokens} in units of {unit}"
+        )
+    _begin_question(core, request, event)
+    request.question_id = core.next_id()
+    request.hit_end_tokens = None
+    core.deadlines.set(request, core.now_s + core.limits.lookup_timeout_s)
+    core.counters.lookups += 1
+    core.emit(commands.StartLookup(request, event.local_tokens, end))
+
+
+def skip_lookup(core: "Core", request: RequestContext, event: events.LookupSkipped) -> None:
+    """Answers a question at once: there is nothing beyond the engine's own tokens."""
+    _begin_question(core, request, event)
+    request.hit_end_tokens = event.local_tokens
+    request.answered_s = math.inf
+    core.deadlines.set(request, core.now_s + core.limits.idle_timeout_s)
+
+
+def _begin_question(core: "Core", request: RequestContext, event: events.LookupAsked) -> None:
+    _drop_question(core, request)
+    if request.state is not RequestState.LOOKUP:
+        # A new life: what is in flight for the old one must not be taken for its own.
+        request.generation = core.next_id()
+        request.load_job_id = None
+        request.store_barred = False
+        request.planned_tokens = 0
+    request.epoch = core.epoch
+    request.source = event.source
+    request.local_tokens = event.local_tokens
+    request.store_end_tokens = event.store_end_tokens
+
+
+def _drop_question(core: "Core", request: RequestContext) -> None:
+    if request.question_id is not None:
+        core.emit(commands.DropLookup(request.question_id))
+        request.question_id = None
+
+
+def take_answer(core: "Core", request: RequestContext, event: events.LookupAnswered) -> None:
+    """Writes down how far the KV exists."""
+    request.question_id = None
+    request.hit_end_tokens = event.hit_end_tokens
+    request.answered_s = core.now_s
+    core.deadlines.set(request, core.now_s + core.limits.idle_timeout_s)
+    if event.hit_end_tokens > request.local_tokens:
+        core.counters.lookup_hits += 1
+    else:
+        core.counters.lookup_misses += 1
+
+
+def expire_lookup(core: "Core", request: RequestContext, _: events.LookupExpired) -> None:
+    """Takes silence for a miss, for as long as an answer would be used."""
+    _drop_question(core, request)
+    request.hit_end_tokens = request.local_tokens
+    request.answered_s = core.now_s
+    core.deadlines.set(request, core.now_s + core.limits.idle_timeout_s)
+    core.counters.lookups_expired += 1
+
+
+def restart_lookup(core: "Core", request: RequestContext, _: events.EpochRaised) -> None:
+    """Forgets what was found before the reset; the engine asks again."""
+    _drop_question(core, request)
+    request.hit_end_tokens = None
+    request.epoch = core.epoch
+    core.deadlines.set(request, core.now_s + core.limits.idle_timeout_s)
+
+
+def start_load(core: "Core", request: RequestContext, event: events.LoadAdmitted) -> None:
+    """Opens the load lease of this life."""
+    found_tokens = request.hit_end_tokens or 0
+    if not request.local_tokens <= event.begin_tokens < event.end_tokens <= found_tokens:
+        raise UsageError(
+            f"{request.identity}: load of tokens {event.begin_tokens} to {event.end_tokens}, but "
+            f"{request.local_tokens} to {found_tokens} were found"
+        )
+    _check_blocks(core, request, event)
+    lease = core.open_lease(
+        request, LeaseKind.LOAD, event.parts, (event.begin_tokens, event.end_tokens)
+    )
+    lease.synchronous = event.synchronous
+    request.load_job_id = lease.job_id
+    _admit(core, request, event.begin_tokens, event.end_tokens)
+    core.deadlines.set(request, core.now_s + core.limits.transfer_timeout_s)
+    core.counters.loads_started += 1
+    core.emit(commands.StartLoad(lease))
+    if event.synchronous:
+        core.sync_loads += 1
+        core.note_filling(request)
+
+
+def _check_blocks(
+    core: "Core", request: RequestContext, event: "events.LoadAdmitted | events.BlocksFilled"
+) -> None:
+    blocks, rest = divmod(event.end_tokens - event.begin_tokens, core.limits.unit_tokens)
+    for part in event.parts:
+        if rest or len(part.block_ids) != blocks:
+            raise UsageError(
+                f"{request.identity}: {len(part.block_ids)} blocks of group {part.group_index} for "
+                f"tokens {event.begin_tokens} to {event.end_tokens}"
+            )
+
+
+def start_compute(core: "Core", request: RequestContext, event: events.ComputeAdmitted) -> None:
+    """Lets the life begin without a load."""
+    _drop_question(core, request)
+    _admit(core, request, event.computed_tokens, event.computed_tokens)
+    core.deadlines.set(request, core.now_s + core.limits.idle_timeout_s)
+    core.note_filling(request)
+
+
+def _admit(core: "Core", request: RequestContext, local_tokens: int, known_tokens: int) -> None:
+    request.planned_tokens = max(request.planned_tokens, known_tokens)
+    if local_tokens and core.local_cache_tainted:
+        # Shared through the engine's own cache from before a reset that could not empty it.
+        request.store_barred = True
+        core.counters.declined_barred += 1
+
+
+def start_store(core: "Core", request: RequestContext, event: events.BlocksFilled) -> None:
+    """Opens a store lease for blocks that this step fills."""
+    if (event.begin_tokens, event.end_tokens) != core.storable(request, event.end_tokens):
+        raise UsageError(
+            f"{request.identity}: tokens {event.begin_tokens} to {event.end_tokens} are not "
+            f"storable now"
+        )
+    _check_blocks(core, request, event)
+    lease = core.open_lease(
+        request, LeaseKind.STORE, event.parts, (event.begin_tokens, event.end_tokens)
+    )
+    request.planned_tokens = event.end_tokens
+    core.deadlines.set(request, core.now_s + core.limits.idle_timeout_s)
+    core.pinned_blocks += lease.block_count
+    core.counters.stores_started += 1
+    core.note_filling(request)
+    core.emit(commands.StartStore(lease))
+
+
+def finish_load(core: "Core", request: RequestContext, _: events.LoadSettled) -> None:
+    """Lets the life go on from the restored tokens."""
+    _close_load(core, request)
+    core.note_filling(request)
+
+
+def fail_load(core: "Core", request: RequestContext, _: events.LoadFailed) -> None:
+    """Sends the request back to be computed, and never tries again for it."""
+    _close_load(core, request)
+    request.load_barred = True
+    request.hit_end_tokens = None
+    request.planned_tokens = 0
+
+
+def fail_sync_load(core: "Core", request: RequestContext, _: events.SyncLoadFailed) -> None:
+    """Bars the stores of every life that may have read the blocks which were not filled.
+
+    The engine puts the blocks of a synchronous load into its own prefix cache before the load has
+    ended, so that any request of the same step may share them.
+    """
+    _close_load(core, request)
+    request.load_barred = True
+    core.bar_all_stores()
+
+
+def _close_load(core: "Core", request: RequestContext) -> None:
+    request.open_leases -= 1
+    request.load_job_id = None
+    core.deadlines.set(request, core.now_s + core.limits.idle_timeout_s)
+
+
+def expire_load(core: "Core", request: RequestContext, _: events.LoadExpired) -> None:
+    """Waits on: the lease has its own deadline, which cancels the transfer."""
+    core.deadlines.set(request, core.now_s + core.limits.transfer_timeout_s)
+
+
+def preempt(core: "Core", request: RequestContext, _: events.Preempted) -> None:
+    """Ends a life. Its open transfers go on and release their own pins."""
+    request.load_job_id = None
+    request.hit_end_tokens = None
+    core.filling.pop(request.request_id, None)
+    core.deadlines.set(request, core.now_s + core.limits.idle_timeout_s)
+    core.counters.preemptions += 1
+
+
+def close_lease(_core: "Core", request: RequestContext, _: events.LeaseClosed) -> None:
+    """Counts off a transfer that nobody waits for."""
+    request.open_leases -= 1
+
+
+def finish_request(core: "Core", request: RequestContext, _: Any) -> None:
+    """Lets go of a request; its open transfers keep the context alive."""
+    _drop_question(core, request)
+    core.filling.pop(request.request_id, None)
+    core.drop_request(request)
+    core.deadlines.set(request, core.now_s + core.limits.transfer_timeout_s)
+
+
+def forget_request(core: "Core", request: RequestContext, event: events.Forgotten) -> None:
+    """As ``finish_request``, for a request whose end was never reported."""
+    finish_request(core, request, event)
+    core.counters.requests_forgotten += 1
+
+
+def expire_store(core: "Core", request: RequestContext, _: events.StoreExpired) -> None:
+    """Waits on: each lease has its own deadline, which cancels the transfer."""
+    core.deadlines.set(request, core.now_s + core.limits.transfer_timeout_s)
+
+
+def drain(core: "Core", request: RequestContext, _: events.LeasesDrained) -> None:
+    """Nothing is left to wait for."""
+    core.deadlines.set(request, math.inf)
+
+
+# ---------------------------------------------------------------- leases
+
+
+def send_lease(core: "Core", lease: TransferLease, _: events.LeaseSent) -> None:
+    """Starts the clock of a transfer that the workers are about to receive."""
+    core.deadlines.set(lease, core.now_s + core.limits.transfer_timeout_s)
+
+
+def stall_lease(core: "Core", lease: TransferLease, _: events.LeaseExpired) -> None:
+    """Asks for the end of a transfer. Its blocks stay held: only answers release them."""
+    core.deadlines.set(lease, core.now_s + core.limits.transfer_timeout_s)
+    core.counters.leases_stalled += 1
+    core.emit(commands.CancelTransfer(lease))
+
+
+def abandon_lease(core: "Core", lease: TransferLease, _: events.LeaseExpired) -> None:
+    """Gives up a transfer that no worker ever heard of."""
+    lease.failed = True
+    core.counters.leases_stalled += 1
+
+
+def settle_lease(core: "Core", lease: TransferLease, _: events.AllRanksSucceeded) -> None:
+    """Counts what every rank has done."""
+    tokens = lease.end_tokens - lease.begin_tokens
+    if lease.kind is LeaseKind.LOAD:
+        core.counters.loads_settled += 1
+        core.counters.tokens_restored += tokens
+    else:
+        core.counters.stores_settled += 1
+        core.counters.tokens_stored += tokens
+
+
+def fail_lease(core: "Core", lease: TransferLease, _: events.SomeRankFailed) -> None:
+    """Counts what some rank could not do."""
+    if lease.kind is LeaseKind.LOAD:
+        core.counters.loads_failed += 1
+        core.counters.loads_not_attempted += not lease.attempted
+    else:
+        core.counters.stores_failed += 1
+
+
+def release_lease(core: "Core", lease: TransferLease, _: events.LeaseReleased) -> None:
+    """Gives the blocks back."""
+    core.deadlines.set(lease, math.inf)
+    if lease.kind is LeaseKind.STORE:
+        core.pinned_blocks -= lease.block_count
+        core.emit(commands.ReleasePins(lease))
+    elif lease.synchronous:
+        core.sync_loads -= 1

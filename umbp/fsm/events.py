@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can happen, as values. Past tense: an event is a fact.
+
+The first group comes from outside, through ``Core.step``. The second group is derived by the core,
+which classifies facts so that the tables need no guards: two outcomes are two events.
+"""
+
+from typing import Any, TypeAlias
+
+import attrs
+
+from umbp.fsm.lease import LeasePart
+
+# ---------------------------------------------------------------- facts about requests
+
+
+@attrs.frozen(eq=False)
+class LookupAsked:
+    """The engine wants to know how much of a request is stored.
+
+    Attributes:
+        request_id: The request.
+        source: The engine's request object, kept for the connector.
+        local_tokens: Tokens the engine has by itself, a multiple of the unit.
+        limit_tokens: A hit may not end after this position.
+        store_end_tokens: Nothing at or after this position is to be stored.
+    """
+
+    request_id: str
+    source: Any
+    local_tokens: int
+    limit_tokens: int
+    store_end_tokens: int
+
+
+@attrs.frozen(eq=False)
+class LookupSkipped(LookupAsked):
+    """As ``LookupAsked``, but nothing must be looked up for this request."""
+
+
+@attrs.frozen(eq=False)
+class LookupAnswered:
+    """The backend answered a lookup; ``hit_end_tokens`` at or below the local tokens is a miss."""
+
+    request_id: str
+    question_id: int
+    hit_end_tokens: int
+
+
+@attrs.frozen(eq=False)
+class LoadAdmitted:
+    """The engine gave a request blocks for the hit.
+
+    Attributes:
+        request_id: The request.
+        begin_tokens: Where the engine's own tokens end and the load begins.
+        end_tokens: Where the load ends.
+        parts: The destination blocks.
+        synchronous: Whether the same step computes the request.
+    """
+
+    request_id: str
+    begin_tokens: int
+    end_tokens: int
+    parts: tuple[LeasePart, ...]
+    synchronous: bool
+
+
+@attrs.frozen(eq=False)
+class ComputeAdmitted:
+    """The engine gave a request blocks and loads nothing; it starts at ``computed_tokens``."""
+
+    request_id: str
+    computed_tokens: int
+
+
+@attrs.frozen(eq=False)
+class BlocksFilled:
+    """The step being planned fills these blocks of a request.
+
+    Attributes:
+        request_id: The request.
+        begin_tokens: First position, as ``Core.storable`` said.
+        end_tokens: Position after the last, as ``Core.storable`` said.
+        parts: The source blocks.
+    """
+
+    request_id: str
+    begin_tokens: int
+    end_tokens: int
+    parts: tuple[LeasePart, ...]
+
+
+@attrs.frozen(eq=False)
+class Preempted:
+    """The engine took a request's blocks back."""
+
+    request_id: str
+
+
+@attrs.frozen(eq=False)
+class RequestFinished:
+    """The engine is done with a request: it ended, or was aborted in whatever state."""
+
+    request_id: str
+
+
+# ---------------------------------------------------------------- facts about transfers
+
+
+@attrs.frozen(eq=False)
+class LeaseSent:
+    """A transfer is part of what the workers are about to receive."""
+
+    job_id: int
+
+
+@attrs.frozen(eq=False)
+class RankSucceeded:
+    """One rank has done its part of a transfer and no longer touches the blocks."""
+
+    job_id: int
+    rank: int
+
+
+@attrs.frozen(eq=False)
+class RankFailed:
+    """One rank could not do its part of a transfer and no longer touches the blocks.
+
+    Attributes:
+        job_id: The transfer.
+        rank: The rank.
+        attempted: False when it never began: that says nothing about the objects.
+        failed_hashes: Block hashes of the objects that could not be read.
+    """
+
+    job_id: int
+    rank: int
+    attempted: bool = True
+    failed_hashes: tuple[bytes, ...] = ()
+
+
+@attrs.frozen(eq=False)
+class EpochRaised:
+    """The store was reset.
+
+    Attributes:
+        local_cache_kept: The engine's own prefix cache could not be emptied, so that KV from
+            before the reset may still be shared through it.
+    """
+
+    local_cache_kept: bool
+
+
+# ---------------------------------------------------------------- derived by the core
+
+
+@attrs.frozen(eq=False)
+class LookupExpired:
+    """No answer came in time."""
+
+
+@attrs.frozen(eq=False)
+class LoadSettled:
+    """The load that the request waits for has succeeded on every rank."""
+
+
+@attrs.frozen(eq=False)
+class LoadFailed:
+    """The load that the request waits for has failed; the engine will ask again."""
+
+
+@attrs.frozen(eq=False)
+class SyncLoadFailed:
+    """A load failed whose step was computed already; the engine computes that step again."""
+
+
+@attrs.frozen(eq=False)
+class LoadExpired:
+    """The load that the request waits for is past its deadline."""
+
+
+@attrs.frozen(eq=False)
+class LeaseClosed:
+    """A transfer that the request does not wait for has ended."""
+
+
+@attrs.frozen(eq=False)
+class StoreExpired:
+    """Transfers of a request that is otherwise done are past their deadline."""
+
+
+@attrs.frozen(eq=False)
+class LeasesDrained:
+    """The last transfer of a request that is otherwise done has ended."""
+
+
+@attrs.frozen(eq=False)
+class Forgotten:
+    """The engine has not mentioned a request for so long that it cannot exist any more."""
+
+
+@attrs.frozen(eq=False)
+class RankAnswered:
+    """A rank has answered for a transfer, and others have not yet."""
+
+
+@attrs.frozen(eq=False)
+class AllRanksSucceeded:
+    """The last rank has answered for a transfer, and none has failed."""
+
+
+@attrs.frozen(eq=False)
+class SomeRankFailed:
+    """The last rank has answered for a transfer, and at least one has failed."""
+
+
+@attrs.frozen(eq=False)
+class LeaseExpired:
+    """A transfer is past its deadline."""
+
+
+@attrs.frozen(eq=False)
+class LeaseReleased:
+    """A transfer that every rank has answered gives its blocks back."""
+
+
+Event: TypeAlias = (
+    LookupAsked
+    | LookupAnswered
+    | LoadAdmitted
+    | ComputeAdmitted
+    | BlocksFilled
+    | Preempted
+    | RequestFinished
+    | LeaseSent
+    | RankSucceeded
+    | RankFailed
+    | EpochRaised
+)
+"""What ``Core.step`` takes."""

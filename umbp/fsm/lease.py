@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one record of a transfer."""
+
+import enum
+import math
+from collections.abc import Sequence
+
+import attrs
+
+from umbp.fsm.request import RequestContext
+
+
+class LeaseState(enum.Enum):
+    """Where a transfer is in its lifecycle. ``umbp.fsm.table`` says what leads where."""
+
+    SUBMITTED = "submitted"
+    """Planned; its blocks are held; no worker knows of it yet."""
+    IN_FLIGHT = "in_flight"
+    """Handed to the workers; at least one has not answered."""
+    STALLED = "stalled"
+    """Past its deadline and cancelled; its blocks stay held until every rank answers."""
+    SETTLED = "settled"
+    """Every rank succeeded."""
+    FAILED = "failed"
+    """Every rank answered, and at least one failed."""
+    RELEASED = "released"
+    """Its blocks are no longer held by it."""
+
+    __hash__ = object.__hash__
+
+
+class LeaseKind(enum.Enum):
+    """Direction of a transfer."""
+
+    LOAD = "load"
+    STORE = "store"
+
+    __hash__ = object.__hash__
+
+
+@attrs.frozen(eq=False)
+class LeasePart:
+    """The blocks of one KV cache group in a transfer.
+
+    Attributes:
+        group_index: Index of the group.
+        hash_begin: Index, among the request's block hashes, of the first block's hash.
+        block_ids: Ids of the blocks in KV memory, one per hash. Opaque to the core but for its
+            length.
+    """
+
+    group_index: int
+    hash_begin: int
+    block_ids: Sequence[int]
+
+
+@attrs.define(eq=False)
+class TransferLease:
+    """One load or store, and who has still to answer for it.
+
+    The blocks of a store are pinned by its lease alone. The blocks of a load belong to the
+    request, which the engine keeps until the workers report the load's end.
+
+    Attributes:
+        job_id: Unique among all transfers.
+        request: The request it was made for.
+        generation: The life of that request that it was made in.
+        kind: Direction.
+        epoch: Epoch of its keys.
+        parts: What it moves.
+        begin_tokens: First token position that it covers.
+        end_tokens: The position after the last.
+        ranks_left: Bit mask of the ranks that have not answered.
+        synchronous: A load that the same step's forward pass reads.
+        failed: Some rank has answered that it failed.
+        attempted: Some rank that failed had begun its part.
+        state: State of the lifecycle; written by ``Core`` only.
+        deadline_s: When it is cancelled, and cancelled again.
+        wake_s: When the deadline queue looks at it next.
+    """
+
+    job_id: int
+    request: RequestContext
+    generation: int
+    kind: LeaseKind
+    epoch: int
+    parts: tuple[LeasePart, ...]
+    begin_tokens: int
+    end_tokens: int
+    ranks_left: int
+    synchronous: bool = False
+    failed: bool = False
+    attempted: bool = False
+    state: LeaseState = LeaseState.SUBMITTED
+    deadline_s: float = math.inf
+    wake_s: float = math.inf
+
+    @property
+    def identity(self) -> str:
+        """How errors and logs name this transfer."""
+        return f"{self.kind.value} {self.job_id} of {self.request.identity}"
+
+    @property
+    def block_count(self) -> int:
+        """Blocks in all parts."""
+        return sum(len(part.block_ids) for part in self.parts)

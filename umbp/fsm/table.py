@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The lifecycle, as tables. No transition exists that is not a row here.
+
+Two machines, coupled by leases
+-------------------------------
+
+A **request** is in one of six states. A **lease** is one transfer, a load or a store, with its own
+states. A request holds at most one load that it waits for, and any number of stores; stores of an
+earlier life may still be open when a new life begins, because preemption takes the request's
+blocks back but cannot take back what a transfer is reading.
+
+* Every life has a generation. A lease that ends moves the request only when the request waits for
+  that very lease; any other lease is counted off (``LeaseClosed``) and changes nothing else.
+* Only the answers of all ranks end a lease (``AllRanksSucceeded``, ``SomeRankFailed``). Neither a
+  deadline, nor a preemption, an abort or a reset releases a block: they can at most ask for the
+  transfer's end.
+* A request is ``FINISHED`` only when no lease of any of its lives is open.
+
+No guards
+---------
+
+There is one row per state and event. Where a fact has two outcomes there are two events, and the
+core chooses which one happened: a rank's answer is ``RankAnswered`` while others are missing, and
+``AllRanksSucceeded`` or ``SomeRankFailed`` when it was the last. An event without a row is illegal:
+``IllegalTransition`` is raised and nothing is changed.
+
+Deadlines
+---------
+
+``REQUEST_DEADLINES`` and ``LEASE_DEADLINES`` name, for every state that is not final, the limit
+that bounds it and the event that its end brings. Nothing waits for ever: a silent lookup is a miss;
+a silent transfer is cancelled, again and again, while the worker's own watch over native calls
+decides whether its memory can still be called safe; a request that the engine never mentions
+again is dropped.
+
+Invariants
+----------
+
+* A block is pinned once by each open store lease that names it, and by nothing else of ours.
+* A lease is released exactly once. ``open_leases`` of a request counts its unreleased leases.
+* ``planned_tokens`` of a life never decreases, so nothing is stored twice by one life.
+* No store is planned while a synchronous load is open, nor by a life of an earlier epoch.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import attrs
+
+from umbp.fsm import effects, events
+from umbp.fsm.lease import LeaseState
+from umbp.fsm.request import RequestState
+
+STAY: Final = "="
+"""Destination of a row that leaves the state as it is."""
+
+
+@attrs.frozen
+class Row:
+    """One line of a table.
+
+    Attributes:
+        event: The event's class.
+        sources: The states that take it.
+        dest: The state that follows, or ``STAY``.
+        effect: What is written and commanded; None for nothing.
+    """
+
+    event: type[Any]
+    sources: Sequence[Any]
+    dest: Any
+    effect: Any = None
+
+
+@attrs.frozen
+class Deadline:
+    """What bounds a state.
+
+    Attributes:
+        limit: Name of the field of ``CoreLimits``.
+        event: The class of the event that its end brings.
+    """
+
+    limit: str
+    event: type[Any]
+
+
+_P = RequestState
+_ALIVE: Final = (_P.LOOKUP, _P.LOADING, _P.RUNNING, _P.PREEMPTED)
+
+REQUEST_TABLE: Final = (
+    # Looking up. A question may be asked again: the engine's own hit moves while it waits.
+    Row(events.LookupAsked, (_P.LOOKUP, _P.PREEMPTED), _P.LOOKUP, effects.ask_lookup),
+    Row(events.LookupSkipped, (_P.LOOKUP, _P.PREEMPTED), _P.LOOKUP, effects.skip_lookup),
+    Row(events.LookupAnswered, (_P.LOOKUP,), _P.LOOKUP, effects.take_answer),
+    Row(events.LookupExpired, (_P.LOOKUP,), _P.LOOKUP, effects.expire_lookup),
+    # Admitted by the engine, with or without a load.
+    Row(events.LoadAdmitted, (_P.LOOKUP,), _P.LOADING, effects.start_load),
+    Row(events.ComputeAdmitted, (_P.LOOKUP, _P.RUNNING), _P.RUNNING, effects.start_compute),
+    # Loading.
+    Row(events.LoadSettled, (_P.LOADING,), _P.RUNNING, effects.finish_load),
+    Row(events.LoadFailed, (_P.LOADING,), _P.LOOKUP, effects.fail_load),
+    Row(events.SyncLoadFailed, (_P.LOADING,), _P.RUNNING, effects.fail_sync_load),
+    Row(events.LoadExpired, (_P.LOADING,), _P.LOADING, effects.expire_load),
+    # Running. A synchronous load runs while it loads, and so may be preempted.
+    Row(events.BlocksFilled, (_P.RUNNING,), _P.RUNNING, effects.start_store),
+    Row(events.Preempted, (_P.LOADING, _P.RUNNING), _P.PREEMPTED, effects.preempt),
+    # The end, from wherever it comes.
+    Row(events.RequestFinished, _ALIVE, _P.STORING, effects.finish_request),
+    Row(events.Forgotten, (_P.LOOKUP, _P.RUNNING, _P.PREEMPTED), _P.STORING,
+        effects.forget_request),
+    Row(events.StoreExpired, (_P.STORING,), _P.STORING, effects.expire_store),
+    Row(events.LeasesDrained, (_P.STORING,), _P.FINISHED, effects.drain),
+    # What may happen in any state.
+    Row(events.LeaseClosed, (*_ALIVE, _P.STORING), STAY, effects.close_lease),
+    Row(events.EpochRaised, (_P.LOOKUP,), _P.LOOKUP, effects.restart_lookup),
+    Row(events.EpochRaised, (_P.LOADING, _P.RUNNING, _P.PREEMPTED), STAY),
+)  # fmt: skip
+
+_L = LeaseState
+_SENT: Final = (_L.IN_FLIGHT, _L.STALLED)
+
+LEASE_TABLE: Final = (
+    Row(events.LeaseSent, (_L.SUBMITTED,), _L.IN_FLIGHT, effects.send_lease),
+    Row(events.RankAnswered, _SENT, STAY),
+    Row(events.AllRanksSucceeded, _SENT, _L.SETTLED, effects.settle_lease),
+    Row(events.SomeRankFailed, _SENT, _L.FAILED, effects.fail_lease),
+    Row(events.LeaseExpired, (_L.SUBMITTED,), _L.FAILED, effects.abandon_lease),
+    Row(events.LeaseExpired, _SENT, _L.STALLED, effects.stall_lease),
+    Row(events.LeaseReleased, (_L.SETTLED, _L.FAILED), _L.RELEASED, effects.release_lease),
+)
+
+REQUEST_FINAL: Final = _P.FINISHED
+LEASE_FINAL: Final = _L.RELEASED
+
+REQUEST_DEADLINES: Final = {
+    # An unanswered question ends earlier, by ``LookupExpired``.
+    _P.LOOKUP: (
+        Deadline("lookup_timeout_s", events.LookupExpired),
+        Deadline("idle_timeout_s", events.Forgotten),
+    ),
+    _P.LOADING: (Deadline("transfer_timeout_s", events.LoadExpired),),
+    _P.RUNNING: (Deadline("idle_timeout_s", events.Forgotten),),
+    _P.PREEMPTED: (Deadline("idle_timeout_s", events.Forgotten),),
+    _P.STORING: (Deadline("transfer_timeout_s", events.StoreExpired),),
+}
+
+LEASE_DEADLINES: Final = {
+    _L.SUBMITTED: (Deadline("transfer_timeout_s", events.LeaseExpired),),
+    _L.IN_FLIGHT: (Deadline("transfer_timeout_s", events.LeaseExpired),),
+    _L.STALLED: (Deadline("transfer_timeout_s", events.LeaseExpired),),
+    # Left in the same call of ``Core.step`` in which they are entered.
+    _L.SETTLED: (),
+    _L.FAILED: (),
+}
