@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stand-ins for what vLLM hands to the connector, with the attributes that it reads."""
+
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+
+from umbp.backends.base import LookupAnswer, LookupQuestion
+
+UNIT_TOKENS = 16
+
+
+def block_hash(index: int) -> bytes:
+    """A block hash of SHA-256's length that says which block it is of."""
+    return index.to_bytes(32, "big")
+
+
+@attrs.define(eq=False)
+class FakeRequest:
+    """vLLM's ``Request``."""
+
+    request_id: str
+    num_tokens: int
+    num_prompt_tokens: int
+    block_hashes: list[bytes]
+    num_computed_tokens: int = 0
+    num_output_placeholders: int = 0
+    skip_reading_prefix_cache: bool = False
+    max_tokens: int = 64
+    status: Any = attrs.field(factory=lambda: types.SimpleNamespace(name="WAITING"))
+
+    @classmethod
+    def of(cls, request_id: str, tokens: int) -> "FakeRequest":
+        """A request whose prompt has ``tokens`` tokens."""
+        hashes = [block_hash(index) for index in range(tokens // UNIT_TOKENS)]
+        return cls(request_id, tokens, tokens, hashes)
+
+
+@attrs.define(eq=False)
+class FakeBlock:
+    """vLLM's ``KVCacheBlock``."""
+
+    block_id: int
+    ref_cnt: int = 0
+    is_null: bool = False
+
+
+class FakePool:
+    """vLLM's ``BlockPool``, which refuses what the real one corrupts on."""
+
+    def __init__(self, block_count: int) -> None:
+        self.num_gpu_blocks = block_count
+        self.blocks = [FakeBlock(index) for index in range(block_count)]
+        self.blocks[0].is_null = True
+        self.blocks[0].ref_cnt = 1
+        self.freed: list[int] = []
+
+    def take(self, count: int) -> list[int]:
+        """Allocates blocks for a request."""
+        free = [block for block in self.blocks if not block.ref_cnt][:count]
+        assert len(free) == count
+        self.touch(free)
+        return [block.block_id for block in free]
+
+    def touch(self, blocks: Sequence[FakeBlock]) -> None:
+        for block in blocks:
+            block.ref_cnt += 1
+
+    def free_blocks(self, blocks: Any) -> None:
+        for block in blocks:
+            assert block.ref_cnt > 0, f"block {block.block_id} freed twice"
+            block.ref_cnt -= 1
+            self.freed.append(block.block_id)
+
+    def free(self, block_ids: Sequence[int]) -> None:
+        """Frees a request's blocks, as vLLM does."""
+        self.free_blocks(self.blocks[block_id] for block_id in block_ids)
+
+    def get_num_free_blocks(self) -> int:
+        return sum(not block.ref_cnt for block in self.blocks)
+
+
+class FakeLookups:
+    """A ``LookupClient`` that holds ``stored`` block hashes and answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.stored: set[bytes] = set()
+        self.questions: list[LookupQuestion] = []
+        self.forgotten: list[int] = []
+        self.is_silent = False
+        self.is_broken = False
+        self.waits_s: list[float] = []
+        self.is_closed = False
+
+    def ask(self, question: LookupQuestion) -> None:
+        self.questions.append(question)
+
+    def answers(self, wait_s: float = 0.0) -> list[LookupAnswer]:
+        self.waits_s.append(wait_s)
+        if self.is_silent:
+            return []
+        asked, self.questions = self.questions, []
+        return [self._answer(question) for question in asked]
+
+    def _answer(self, question: LookupQuestion) -> LookupAnswer:
+        if self.is_broken:
+            return LookupAnswer(question.question_id, None, "rank 1 is gone")
+        (part,) = question.parts
+        size = part.hash_bytes
+        hashes = [part.hashes[at : at + size] for at in range(0, len(part.hashes), size)]
+        return LookupAnswer(
+            question.question_id, (np.array([h in self.stored for h in hashes], dtype=bool),)
+        )
+
+    def forget(self, question_id: int) -> None:
+        self.forgotten.append(question_id)
+        self.questions = [q for q in self.questions if q.question_id != question_id]
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def step_output(
+    scheduled: dict[str, int],
+    tables: dict[str, list[int]] | None = None,
+    *,
+    preempted: Sequence[str] = (),
+) -> Any:
+    """vLLM's ``SchedulerOutput``: tokens scheduled and block tables by request id."""
+    known = tables or {}
+    state = types.SimpleNamespace(
+        get_block_ids=lambda request_id: (known[request_id],) if request_id in known else None
+    )
+    return types.SimpleNamespace(
+        num_scheduled_tokens=scheduled,
+        preempted_req_ids=set(preempted),
+        kv_connector_block_state=state,
+    )

@@ -1,0 +1,559 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler's side against fakes of vLLM's scheduler, one rule a test."""
+
+from typing import Any
+
+import pytest
+
+from umbp.connector.metadata import RankAnswer, StepMetadata, WorkerMetadata, unpack_ids
+from umbp.connector.scheduler import SchedulerSide
+from umbp.fsm import Core, CoreLimits
+
+from .fakes import UNIT_TOKENS, FakeLookups, FakePool, FakeRequest, block_hash, step_output
+
+
+class Bench:
+    """A scheduler's side with all that is around it, and a clock that is set by hand."""
+
+    def __init__(self, *, ranks: int = 1, blocks: int = 64, **options: Any) -> None:
+        self.now_s = 0.0
+        self.pool = FakePool(blocks)
+        self.lookups = FakeLookups()
+        limits = {
+            name: options.pop(name)
+            for name in ("quarantine_s", "pinned_blocks_max", "transfer_timeout_s")
+            if name in options
+        }
+        self.core = Core(CoreLimits(unit_tokens=UNIT_TOKENS, rank_count=ranks, **limits))
+        self.side = SchedulerSide(
+            self.core, self.lookups, strict=True, clock=lambda: self.now_s, **options
+        )
+        self.side.bind_block_pool(self.pool)
+        self.ranks = ranks
+
+    def store_hashes(self, count: int) -> None:
+        self.lookups.stored |= {block_hash(index) for index in range(count)}
+
+    def admit(self, request: FakeRequest, local_tokens: int = 0) -> list[int]:
+        """Lets vLLM ask and allocate; returns the request's blocks."""
+        external, _ = self.side.matched_tokens(request, local_tokens)
+        assert external is not None
+        table = self.pool.take(-(-request.num_tokens // UNIT_TOKENS))
+        self.side.admitted(request, (table,), external)
+        return table
+
+    def run_prompt(self, request: FakeRequest, table: list[int]) -> StepMetadata:
+        """Schedules the rest of a prompt in one step."""
+        left = request.num_prompt_tokens - request.num_computed_tokens
+        output = step_output({request.request_id: left}, {request.request_id: table})
+        metadata = self.side.step_metadata(output)
+        request.num_computed_tokens = request.num_prompt_tokens
+        return metadata
+
+    def answer(self, job_id: int, *, succeeded: bool = True, **fields: Any) -> None:
+        """Lets every rank answer."""
+        for rank in range(self.ranks):
+            answer = RankAnswer(job_id, rank, succeeded, **fields)
+            self.side.take_worker_answers(WorkerMetadata([answer]))
+
+    def idle_step(self, **fields: Any) -> StepMetadata:
+        return self.side.step_metadata(step_output({}, **fields))
+
+
+# ---------------------------------------------------------------- lookups
+
+
+def test_miss_answers_zero_and_not_asynchronous() -> None:
+    assert Bench().side.matched_tokens(FakeRequest.of("a", 40), 0) == (0, False)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "stored", "local", "expected"),
+    [
+        (40, 2, 0, 32),  # Whole blocks only.
+        (32, 2, 0, 16),  # The last token is always computed, so the last block is no hit.
+        (33, 2, 0, 32),
+        (100, 3, 16, 32),  # Beyond what the engine has.
+        (100, 1, 16, 0),  # Not beyond.
+        (15, 1, 0, 0),  # No whole block.
+    ],
+)
+def test_hit_is_the_unbroken_run_beyond_local_tokens(
+    tokens: int, stored: int, local: int, expected: int
+) -> None:
+    bench = Bench()
+    bench.store_hashes(stored)
+    assert bench.side.matched_tokens(FakeRequest.of("a", tokens), local)[0] == expected
+
+
+def test_hit_ends_at_the_first_hole() -> None:
+    bench = Bench()
+    bench.lookups.stored = {block_hash(0), block_hash(2), block_hash(3)}
+    assert bench.side.matched_tokens(FakeRequest.of("a", 100), 0) == (16, True)
+
+
+def test_lookup_waits_at_most_its_deadline_and_is_then_a_miss() -> None:
+    bench = Bench()
+    bench.lookups.is_silent = True
+    bench.store_hashes(3)
+    side = bench.side
+    real_answers = bench.lookups.answers
+
+    def answers(wait_s: float = 0.0) -> Any:
+        bench.now_s += wait_s
+        return real_answers(wait_s)
+
+    bench.lookups.answers = answers  # type: ignore[method-assign]
+    assert side.matched_tokens(FakeRequest.of("a", 100), 0) == (0, False)
+    assert bench.now_s == pytest.approx(bench.core.limits.lookup_timeout_s)
+    assert side.counters()["lookups_expired"] == 1
+    assert bench.lookups.forgotten
+
+
+def test_asynchronous_lookup_never_waits_and_asks_once() -> None:
+    bench = Bench(lookup_async=True)
+    bench.lookups.is_silent = True
+    bench.store_hashes(3)
+    request = FakeRequest.of("a", 100)
+    for _ in range(3):
+        assert bench.side.matched_tokens(request, 0) == (None, False)
+        bench.idle_step()
+    assert len(bench.lookups.questions) == 1
+    assert set(bench.lookups.waits_s) == {0.0}
+    bench.lookups.is_silent = False
+    assert bench.side.matched_tokens(request, 0) == (48, True)
+
+
+def test_asynchronous_lookup_is_a_miss_after_its_deadline() -> None:
+    bench = Bench(lookup_async=True)
+    bench.lookups.is_silent = True
+    request = FakeRequest.of("a", 100)
+    assert bench.side.matched_tokens(request, 0) == (None, False)
+    bench.now_s = 0.2
+    bench.idle_step()
+    assert bench.side.matched_tokens(request, 0) == (0, False)
+
+
+def test_asynchronous_lookup_polls_once_a_step_however_many_wait() -> None:
+    bench = Bench(lookup_async=True)
+    bench.lookups.is_silent = True
+    for index in range(50):
+        bench.side.matched_tokens(FakeRequest.of(f"r{index}", 100), 0)
+    assert len(bench.lookups.waits_s) == 1
+
+
+def test_a_rank_that_cannot_say_is_a_miss() -> None:
+    bench = Bench()
+    bench.lookups.is_broken = True
+    bench.store_hashes(3)
+    assert bench.side.matched_tokens(FakeRequest.of("a", 100), 0) == (0, False)
+
+
+def test_repeated_question_is_answered_from_the_last_answer() -> None:
+    bench = Bench()
+    bench.store_hashes(3)
+    request = FakeRequest.of("a", 100)
+    assert bench.side.matched_tokens(request, 0) == (48, True)
+    bench.lookups.stored.clear()
+    assert bench.side.matched_tokens(request, 0) == (48, True)
+    assert bench.side.matched_tokens(request, 32) == (16, True)
+
+
+def test_old_answer_is_asked_for_again() -> None:
+    bench = Bench()
+    bench.store_hashes(3)
+    request = FakeRequest.of("a", 100)
+    bench.side.matched_tokens(request, 0)
+    bench.lookups.stored.clear()
+    bench.now_s = bench.core.limits.answer_lifetime_s + 1
+    assert bench.side.matched_tokens(request, 0) == (0, False)
+
+
+def test_engine_that_lost_local_blocks_is_looked_up_again() -> None:
+    bench = Bench()
+    bench.store_hashes(4)
+    request = FakeRequest.of("a", 100)
+    assert bench.side.matched_tokens(request, 32) == (32, True)
+    assert bench.side.matched_tokens(request, 0) == (64, True)
+
+
+def test_request_that_must_not_read_the_cache_asks_nothing_but_stores() -> None:
+    bench = Bench()
+    bench.store_hashes(3)
+    request = FakeRequest.of("a", 64)
+    request.skip_reading_prefix_cache = True
+    table = bench.admit(request)
+    assert bench.core.counters.lookups == 0
+    assert len(bench.run_prompt(request, table).stores) == 1
+
+
+def test_prompt_is_not_copied_into_the_question() -> None:
+    bench = Bench()
+    bench.lookups.is_silent = True
+    bench.side._lookup_async = True
+    bench.side.matched_tokens(FakeRequest.of("a", 100), 16)
+    (question,) = bench.lookups.questions
+    assert question.parts[0].hashes == b"".join(block_hash(index) for index in range(1, 6))
+
+
+# ---------------------------------------------------------------- loads
+
+
+def test_load_names_the_blocks_of_the_hit_only() -> None:
+    bench = Bench()
+    bench.store_hashes(3)
+    request = FakeRequest.of("a", 100)
+    table = bench.admit(request, local_tokens=16)
+    (plan,) = bench.idle_step().loads
+    assert unpack_ids(plan.parts[0].block_ids).tolist() == table[1:3]
+    assert plan.parts[0].hashes == block_hash(1) + block_hash(2)
+    assert not plan.synchronous
+    assert bench.side.has_open_transfers()
+    bench.answer(plan.job_id, bytes_moved=7)
+    assert not bench.side.has_open_transfers()
+    assert bench.side.counters()["tokens_restored"] == 32
+    assert bench.side.counters()["bytes_loaded"] == 7
+
+
+def test_failed_load_is_tried_once_per_request() -> None:
+    bench = Bench()
+    bench.store_hashes(3)
+    request = FakeRequest.of("a", 100)
+    table = bench.admit(request)
+    (plan,) = bench.idle_step().loads
+    bench.answer(plan.job_id, succeeded=False)
+    bench.pool.free(table)
+    assert bench.side.matched_tokens(request, 0) == (0, False)
+    assert bench.core.counters.lookups == 1
+    # Another request of the same prefix has its own try.
+    assert bench.side.matched_tokens(FakeRequest.of("b", 100), 0) == (48, True)
+
+
+def test_quarantine_makes_failed_keys_misses_for_everyone() -> None:
+    bench = Bench(quarantine_s=30.0)
+    bench.store_hashes(3)
+    bench.admit(FakeRequest.of("a", 100))
+    (plan,) = bench.idle_step().loads
+    bench.answer(plan.job_id, succeeded=False, failed_hashes=[block_hash(1)])
+    assert bench.side.matched_tokens(FakeRequest.of("b", 100), 0) == (16, True)
+    bench.now_s = 31.0
+    assert bench.side.matched_tokens(FakeRequest.of("c", 100), 0) == (48, True)
+
+
+def test_transfer_not_attempted_is_no_reason_for_quarantine() -> None:
+    bench = Bench(quarantine_s=30.0)
+    bench.store_hashes(3)
+    bench.admit(FakeRequest.of("a", 100))
+    (plan,) = bench.idle_step().loads
+    bench.answer(plan.job_id, succeeded=False, attempted=False, failed_hashes=[block_hash(0)])
+    assert bench.side.matched_tokens(FakeRequest.of("b", 100), 0) == (48, True)
+
+
+def test_load_that_cannot_be_planned_fails_at_once_instead_of_hanging_the_request() -> None:
+    bench = Bench()
+    bench.side._strict = False
+    bench.store_hashes(3)
+    request = FakeRequest.of("a", 100)
+    bench.side.matched_tokens(request, 0)
+    # More than was found: nobody could fill those blocks.
+    bench.side.admitted(request, ([1, 2, 3, 4, 5, 6, 7],), 64)
+    metadata = bench.idle_step()
+    assert metadata.loads == []
+    assert [plan.request_id for plan in metadata.refused] == ["a"]
+    assert bench.side.counters()["events_refused"] == 1
+    assert not bench.side.has_open_transfers()
+
+
+def test_too_short_a_block_table_is_never_loaded_into() -> None:
+    bench = Bench()
+    bench.side._strict = False
+    bench.store_hashes(3)
+    request = FakeRequest.of("a", 100)
+    bench.side.matched_tokens(request, 0)
+    bench.side.admitted(request, ([1, 2],), 48)
+    assert len(bench.idle_step().refused) == 1
+
+
+# ---------------------------------------------------------------- stores and pins
+
+
+def test_prompt_blocks_are_stored_in_the_step_that_fills_them() -> None:
+    bench = Bench()
+    request = FakeRequest.of("a", 40)
+    table = bench.admit(request)
+    (plan,) = bench.run_prompt(request, table).stores
+    assert unpack_ids(plan.parts[0].block_ids).tolist() == table[:2]
+    assert bench.run_prompt(request, table).stores == []
+
+
+def test_chunks_store_each_block_once_when_it_is_full() -> None:
+    """Case 4.2: a block fills in a step that allocates none."""
+    bench = Bench()
+    request = FakeRequest.of("a", 52)
+    table = bench.admit(request)
+    stored = []
+    for chunk in (17, 17, 18):
+        output = step_output({"a": chunk}, {"a": table})
+        for plan in bench.side.step_metadata(output).stores:
+            stored.append(unpack_ids(plan.parts[0].block_ids).tolist())
+        request.num_computed_tokens += chunk
+    assert stored == [[table[0]], [table[1]], [table[2]]]
+
+
+def test_half_filled_block_of_a_new_life_is_not_stored() -> None:
+    """Case 1.5: what the first life had computed says nothing about the second."""
+    bench = Bench()
+    request = FakeRequest.of("a", 50)
+    table = bench.admit(request)
+    bench.side.step_metadata(step_output({"a": 32}, {"a": table}))
+    request.num_computed_tokens = 0
+    request.status.name = "PREEMPTED"
+    bench.idle_step(preempted=["a"])
+    bench.pool.free(table)
+    bench.lookups.stored.clear()
+    table = bench.admit(request)
+    (plan,) = bench.side.step_metadata(step_output({"a": 40}, {"a": table})).stores
+    assert unpack_ids(plan.parts[0].block_ids).tolist() == table[:2]
+
+
+def test_source_blocks_stay_pinned_until_every_rank_has_answered() -> None:
+    """Case 1.1: preemption frees the request's blocks, not the store's."""
+    bench = Bench(ranks=2)
+    request = FakeRequest.of("a", 40)
+    table = bench.admit(request)
+    (plan,) = bench.run_prompt(request, table).stores
+    bench.pool.free(table)
+    bench.side.finished(request, (table,))
+    assert [bench.pool.blocks[b].ref_cnt for b in table] == [1, 1, 0]
+    bench.side.take_worker_answers(WorkerMetadata([RankAnswer(plan.job_id, 1, True)]))
+    assert bench.pool.blocks[table[0]].ref_cnt == 1
+    assert bench.side.has_open_transfers()
+    bench.side.take_worker_answers(WorkerMetadata([RankAnswer(plan.job_id, 0, True)]))
+    assert [bench.pool.blocks[b].ref_cnt for b in table] == [0, 0, 0]
+    assert not bench.side.has_open_transfers()
+    # The tail of a prefix goes to the free queue before its head.
+    assert bench.pool.freed[-2:] == [table[1], table[0]]
+
+
+def test_late_and_duplicate_answers_release_nothing_twice() -> None:
+    bench = Bench(ranks=2)
+    request = FakeRequest.of("a", 40)
+    table = bench.admit(request)
+    (plan,) = bench.run_prompt(request, table).stores
+    for _ in range(3):
+        bench.side.take_worker_answers(WorkerMetadata([RankAnswer(plan.job_id, 1, True)]))
+    assert bench.side.has_open_transfers()
+    bench.answer(plan.job_id)
+    bench.answer(plan.job_id)
+    assert [bench.pool.blocks[b].ref_cnt for b in table] == [1, 1, 1]
+    assert bench.core.counters.answers_unknown == 5
+
+
+def test_stalled_store_is_cancelled_and_keeps_its_pins() -> None:
+    bench = Bench()
+    request = FakeRequest.of("a", 40)
+    table = bench.admit(request)
+    (plan,) = bench.run_prompt(request, table).stores
+    bench.side.finished(request, (table,))
+    bench.pool.free(table)
+    assert bench.side.may_free_blocks_soon()
+    bench.now_s = 31.0
+    assert bench.idle_step().cancels == [plan.job_id]
+    assert bench.pool.blocks[table[0]].ref_cnt == 1
+    # Waiting for it would be waiting for ever, so preemption must go on.
+    assert not bench.side.may_free_blocks_soon()
+    bench.answer(plan.job_id, succeeded=False, attempted=False)
+    assert bench.pool.blocks[table[0]].ref_cnt == 0
+
+
+def test_pins_are_bounded_and_put_off_stores_catch_up() -> None:
+    """Case 1.9: pins must not take the pool from the engine."""
+    bench = Bench(pinned_blocks_max=2)
+    first, second = FakeRequest.of("a", 32), FakeRequest.of("b", 32)
+    tables = {"a": bench.admit(first), "b": bench.admit(second)}
+    output = step_output({"a": 32, "b": 32}, tables)
+    (plan,) = bench.side.step_metadata(output).stores
+    assert bench.core.counters.declined_pin_limit == 1
+    bench.answer(plan.job_id)
+    second.num_computed_tokens = 32
+    (late,) = bench.side.step_metadata(step_output({"b": 1}, tables)).stores
+    assert late.request_id == "b"
+
+
+def test_decoded_blocks_are_stored_only_when_asked_for() -> None:
+    for save_decode_cache, expected in ((False, 1), (True, 2)):
+        bench = Bench(save_decode_cache=save_decode_cache)
+        request = FakeRequest.of("a", 20)
+        table = bench.admit(request)
+        stores = len(bench.run_prompt(request, table).stores)
+        request.num_tokens, request.num_computed_tokens = 34, 33
+        request.block_hashes.append(block_hash(1))
+        stores += len(bench.side.step_metadata(step_output({"a": 1}, {"a": table})).stores)
+        assert stores == expected
+
+
+def test_tokens_that_are_only_expected_are_not_stored() -> None:
+    """Case 4.6: asynchronous scheduling counts tokens that may still be thrown away."""
+    bench = Bench(save_decode_cache=True)
+    request = FakeRequest.of("a", 20)
+    table = bench.admit(request)
+    bench.run_prompt(request, table)
+    request.block_hashes.append(block_hash(1))
+    request.num_computed_tokens, request.num_output_placeholders = 33, 2
+    assert bench.side.step_metadata(step_output({"a": 1}, {"a": table})).stores == []
+
+
+def test_last_decoded_block_is_stored_when_the_request_ends() -> None:
+    bench = Bench(save_decode_cache=True)
+    request = FakeRequest.of("a", 20)
+    table = bench.admit(request)
+    bench.run_prompt(request, table)
+    request.num_tokens, request.num_computed_tokens = 33, 32
+    request.block_hashes.append(block_hash(1))
+    bench.side.finished(request, (table,))
+    bench.pool.free(table)
+    assert bench.pool.blocks[table[1]].ref_cnt == 1
+    plans = bench.idle_step().stores
+    assert [unpack_ids(plan.parts[0].block_ids).tolist() for plan in plans] == [[table[1]]]
+
+
+def test_restored_blocks_are_not_stored_again() -> None:
+    bench = Bench()
+    bench.store_hashes(2)
+    request = FakeRequest.of("a", 52)
+    table = bench.admit(request)
+    (load,) = bench.idle_step().loads
+    bench.answer(load.job_id)
+    request.num_computed_tokens = 32
+    bench.side.admitted(request, (table,), 0)
+    (store,) = bench.run_prompt(request, table).stores
+    assert unpack_ids(store.parts[0].block_ids).tolist() == [table[2]]
+
+
+def test_nothing_is_stored_while_a_synchronous_load_may_still_fail() -> None:
+    """Case 3.3: the blocks of a synchronous load are shared before they are filled."""
+    bench = Bench(load_async=False)
+    bench.store_hashes(2)
+    request, sharer = FakeRequest.of("a", 52), FakeRequest.of("b", 100)
+    assert bench.side.matched_tokens(request, 0) == (32, False)
+    tables = {"a": bench.pool.take(4), "b": bench.pool.take(7)}
+    bench.side.admitted(request, (tables["a"],), 32)
+    assert bench.side.matched_tokens(sharer, 32) == (0, False)
+    bench.side.admitted(sharer, (tables["b"],), 0)
+    metadata = bench.side.step_metadata(step_output({"a": 20, "b": 68}, tables))
+    assert len(metadata.loads) == 1
+    assert metadata.stores == []
+    bench.answer(metadata.loads[0].job_id, succeeded=False)
+    request.num_computed_tokens, sharer.num_computed_tokens = 0, 100
+    assert bench.side.step_metadata(step_output({"a": 52, "b": 1}, tables)).stores == []
+
+
+# ---------------------------------------------------------------- ends of lives
+
+
+def test_stale_notice_of_preemption_does_not_end_the_new_life() -> None:
+    """A reset preempts between steps; the request is admitted again before the notice comes."""
+    bench = Bench()
+    request = FakeRequest.of("a", 40)
+    table = bench.admit(request)
+    bench.run_prompt(request, table)
+    bench.pool.free(table)
+    request.num_computed_tokens = 0
+    request.status.name = "PREEMPTED"
+    table = bench.admit(request)
+    request.status.name = "RUNNING"
+    output = step_output({"a": 40}, {"a": table}, preempted=["a"])
+    assert len(bench.side.step_metadata(output).stores) == 1
+
+
+def test_old_store_and_new_load_of_one_request_go_together() -> None:
+    """Case 1.3: preempted with a store in flight, admitted again on a hit."""
+    bench = Bench()
+    request = FakeRequest.of("a", 52)
+    table = bench.admit(request)
+    (store,) = bench.run_prompt(request, table).stores
+    bench.pool.free(table)
+    request.num_computed_tokens = 0
+    request.status.name = "PREEMPTED"
+    bench.idle_step(preempted=["a"])
+    bench.store_hashes(3)
+    table = bench.admit(request)
+    (load,) = bench.idle_step().loads
+    bench.answer(load.job_id)
+    bench.answer(store.job_id)
+    assert not bench.side.has_open_transfers()
+    assert bench.core.pinned_blocks == 0
+
+
+def test_aborted_load_keeps_the_engine_stepping_until_it_is_answered() -> None:
+    bench = Bench()
+    bench.store_hashes(3)
+    request = FakeRequest.of("a", 100)
+    table = bench.admit(request)
+    (load,) = bench.idle_step().loads
+    request.num_computed_tokens = 48
+    bench.side.finished(request, (table,))
+    assert bench.side.has_open_transfers()
+    bench.answer(load.job_id)
+    assert not bench.side.has_open_transfers()
+
+
+def test_engine_may_end_requests_that_were_never_seen() -> None:
+    bench = Bench()
+    bench.side.finished(FakeRequest.of("never seen", 10), ([],))
+    assert bench.side.counters()["events_refused"] == 0
+
+
+# ---------------------------------------------------------------- reset
+
+
+def test_reset_changes_the_epoch_of_keys_and_drops_answers() -> None:
+    bench = Bench()
+    bench.store_hashes(3)
+    request = FakeRequest.of("a", 100)
+    bench.side.matched_tokens(request, 0)
+    assert bench.side.reset() is True
+    bench.lookups.stored.clear()
+    assert bench.side.matched_tokens(request, 0) == (0, False)
+    assert bench.idle_step().epoch == 1
+
+
+def test_life_from_before_a_reset_stores_nothing_more() -> None:
+    bench = Bench()
+    request = FakeRequest.of("a", 64)
+    table = bench.admit(request)
+    bench.side.step_metadata(step_output({"a": 32}, {"a": table}))
+    request.num_computed_tokens = 32
+    bench.side.reset()
+    assert bench.run_prompt(request, table).stores == []
+    assert bench.core.counters.declined_stale_epoch == 1
+
+
+def test_local_hit_after_a_reset_that_vllm_could_not_follow_is_not_stored() -> None:
+    """vLLM keeps its own cache while blocks are in use: KV from before may be shared through it."""
+    bench = Bench()
+    holder = FakeRequest.of("holder", 64)
+    table = bench.admit(holder)
+    bench.side.reset()
+    sharer = FakeRequest.of("sharer", 64)
+    shared = bench.admit(sharer, local_tokens=32)
+    assert bench.run_prompt(sharer, shared).stores == []
+    bench.pool.free(table)
+    bench.pool.free(shared)
+    bench.side.reset()
+    clean = FakeRequest.of("clean", 64)
+    own = bench.admit(clean, local_tokens=32)
+    assert len(bench.run_prompt(clean, own).stores) == 1
+
+
+def test_close_closes_the_lookup_client() -> None:
+    bench = Bench()
+    bench.side.close()
+    assert bench.lookups.is_closed
+
+
+def test_consumer_without_producer_role_stores_nothing() -> None:
+    bench = Bench(store=False)
+    request = FakeRequest.of("a", 64)
+    table = bench.admit(request)
+    assert bench.run_prompt(request, table).stores == []
