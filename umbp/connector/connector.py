@@ -82,6 +82,11 @@ class UMBPStoreConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             self._worker_parts = open_worker_parts(config, keyspace, vllm_config)
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """False: memory registered with a backend does not move with vLLM's KV cache."""
+        return False
+
     @property
     def requires_kv_delivery(self) -> bool:
         """False: a store that does not happen is a miss later, never a wrong answer."""

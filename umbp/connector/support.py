@@ -17,6 +17,7 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
     """
     problems = [
         *_parallel_problems(vllm_config.parallel_config),
+        *_memory_problems(vllm_config.model_config),
         *_group_problems(kv_cache_config.kv_cache_groups),
     ]
     if problems:
@@ -42,6 +43,15 @@ def _parallel_problems(parallel: Any) -> list[str]:
             "stages is not supported; set --pipeline-parallel-size 1 (use tensor parallelism)"
         )
     return problems
+
+
+def _memory_problems(model: Any) -> list[str]:
+    if getattr(model, "enable_sleep_mode", False):
+        return [
+            "enable_sleep_mode is set, and registered KV memory does not follow when vLLM unmaps "
+            "it; start without --enable-sleep-mode"
+        ]
+    return []
 
 
 def _group_problems(groups: Any) -> list[str]:

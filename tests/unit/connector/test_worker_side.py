@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker's side against a pool that is told what to answer, one rule a test."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from umbp.backends.base import (
+    JobResult,
+    KVMemory,
+    PoolStats,
+    TransferJob,
+    TransferOutcome,
+)
+from umbp.connector.metadata import PlanPart, RankAnswer, StepMetadata, TransferPlan, pack_ids
+from umbp.connector.worker import WorkerSide
+from umbp.errors import BackendStalled, BackendUnavailable
+from umbp.keys import KeySpace
+
+from .fakes import block_hash
+
+KEYS = KeySpace(b"n" * 16)
+RANK = 3
+
+
+class FakeWorkerPool:
+    """A ``WorkerPool`` that keeps jobs until it is told how they end."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+        self.jobs: dict[int, TransferJob] = {}
+        self.results: list[JobResult] = []
+        self.ends_at_once: TransferOutcome | None = None
+        self.refuses = False
+        self.is_stalled = False
+
+    def register(self, memory: KVMemory) -> None: ...
+
+    def contains(self, keys: Sequence[bytes]) -> Sequence[bool]:
+        return [False] * len(keys)
+
+    def load(self, job: TransferJob) -> None:
+        self._take("load", job)
+
+    def store(self, job: TransferJob) -> None:
+        self._take("store", job)
+
+    def _take(self, kind: str, job: TransferJob) -> None:
+        if self.refuses:
+            raise BackendUnavailable("gone")
+        self.calls.append((kind, job.job_id))
+        self.jobs[job.job_id] = job
+        if self.ends_at_once is not None:
+            self.end(job.job_id, self.ends_at_once)
+
+    def end(self, job_id: int, outcome: TransferOutcome, failed_keys: Sequence[bytes] = ()) -> None:
+        self.results.append(JobResult(job_id, outcome, 11, tuple(failed_keys), "why"))
+
+    def poll(self) -> list[JobResult]:
+        if self.is_stalled:
+            raise BackendStalled("job 1 has run for 60 s")
+        results, self.results = self.results, []
+        return results
+
+    def cancel(self, job_id: int) -> None:
+        self.calls.append(("cancel", job_id))
+
+    def take_evictions(self) -> list[bytes]:
+        return []
+
+    def stats(self) -> PoolStats:
+        return PoolStats(0, None, None, None)
+
+    def close(self, timeout_s: float) -> None:
+        self.calls.append(("close", 0))
+
+
+def plan(job_id: int, *, epoch: int = 0, synchronous: bool = False) -> TransferPlan:
+    """A plan of two blocks."""
+    part = PlanPart(0, 32, block_hash(0) + block_hash(1), pack_ids([job_id, job_id + 100]))
+    return TransferPlan(job_id, f"request-{job_id}", epoch, [part], synchronous)
+
+
+def make_side() -> tuple[WorkerSide, FakeWorkerPool]:
+    pool = FakeWorkerPool()
+    return WorkerSide(pool, keyspace=KEYS, rank=RANK, timeout_ms=5000), pool
+
+
+def step(side: WorkerSide, metadata: StepMetadata) -> tuple[set[str], set[str], list[RankAnswer]]:
+    """One step in vLLM's order."""
+    side.take_metadata(metadata)
+    side.start_loads()
+    side.start_stores()
+    received, failed = side.poll()
+    answers = side.take_answers()
+    return received, failed, answers.answers if answers is not None else []
+
+
+def test_keys_carry_namespace_epoch_group_and_rank() -> None:
+    side, pool = make_side()
+    step(side, StepMetadata(7, loads=[plan(1, epoch=7)]))
+    (part,) = pool.jobs[1].parts
+    assert part.keys == KEYS.keys([block_hash(0), block_hash(1)], epoch=7, group_index=0, rank=RANK)
+    assert part.block_ids.tolist() == [1, 101]
+    assert part.block_ids.dtype == np.int64
+
+
+def test_finished_load_is_reported_once() -> None:
+    side, pool = make_side()
+    assert step(side, StepMetadata(0, loads=[plan(1)])) == (set(), set(), [])
+    pool.end(1, TransferOutcome.DONE)
+    received, failed, answers = step(side, StepMetadata(0))
+    assert (received, failed) == ({"request-1"}, set())
+    assert answers == [RankAnswer(1, RANK, True, True, 11, [], "why")]
+    assert step(side, StepMetadata(0)) == (set(), set(), [])
+
+
+def test_failed_load_is_received_and_failed_and_names_hashes() -> None:
+    side, pool = make_side()
+    step(side, StepMetadata(0, loads=[plan(1)]))
+    pool.end(1, TransferOutcome.FAILED, [pool.jobs[1].parts[0].keys[1]])
+    received, failed, (answer,) = step(side, StepMetadata(0))
+    assert received == failed == {"request-1"}
+    assert not answer.succeeded
+    assert answer.attempted
+    assert answer.failed_hashes == [block_hash(1)]
+    assert side.take_error_blocks() == set()
+
+
+def test_store_is_answered_and_never_reported_as_received() -> None:
+    side, pool = make_side()
+    step(side, StepMetadata(0, stores=[plan(1)]))
+    pool.end(1, TransferOutcome.FAILED)
+    received, failed, (answer,) = step(side, StepMetadata(0))
+    assert (received, failed, answer.succeeded) == (set(), set(), False)
+
+
+def test_each_store_is_handed_over_once_also_when_the_hook_is_called_again() -> None:
+    side, pool = make_side()
+    side.take_metadata(StepMetadata(0, stores=[plan(1)]))
+    side.start_stores()
+    side.start_stores()
+    assert pool.calls == [("store", 1)]
+
+
+def test_store_of_a_step_that_was_cut_short_is_answered_as_not_attempted() -> None:
+    side, pool = make_side()
+    side.take_metadata(StepMetadata(0, loads=[plan(2)], stores=[plan(1)]))
+    received, failed, answers = step(side, StepMetadata(0))
+    assert pool.calls == []
+    assert {(a.job_id, a.succeeded, a.attempted) for a in answers} == {
+        (1, False, False),
+        (2, False, False),
+    }
+    assert received == failed == {"request-2"}
+
+
+def test_synchronous_load_is_waited_for_and_its_failure_names_blocks() -> None:
+    side, pool = make_side()
+    pool.ends_at_once = TransferOutcome.FAILED
+    received, failed, (answer,) = step(side, StepMetadata(0, loads=[plan(1, synchronous=True)]))
+    assert (received, failed) == (set(), set())
+    assert not answer.succeeded
+    assert side.take_error_blocks() == {1, 101}
+    assert side.take_error_blocks() == set()
+
+
+def test_synchronous_load_that_succeeds_reports_no_blocks() -> None:
+    side, pool = make_side()
+    pool.ends_at_once = TransferOutcome.DONE
+    _, _, (answer,) = step(side, StepMetadata(0, loads=[plan(1, synchronous=True)]))
+    assert answer.succeeded
+    assert side.take_error_blocks() == set()
+
+
+def test_load_that_a_reset_overtook_is_a_failure() -> None:
+    side, pool = make_side()
+    step(side, StepMetadata(0, loads=[plan(1)]))
+    side.take_metadata(StepMetadata(1))
+    pool.end(1, TransferOutcome.DONE)
+    received, failed = side.poll()
+    assert received == failed == {"request-1"}
+
+
+def test_store_that_a_reset_overtook_still_counts_as_done() -> None:
+    side, pool = make_side()
+    step(side, StepMetadata(0, stores=[plan(1)]))
+    pool.end(1, TransferOutcome.DONE)
+    _, _, (answer,) = step(side, StepMetadata(1))
+    assert answer.succeeded
+
+
+def test_refused_load_fails_without_touching_the_pool() -> None:
+    side, pool = make_side()
+    received, failed, (answer,) = step(side, StepMetadata(0, refused=[plan(1)]))
+    assert received == failed == {"request-1"}
+    assert not answer.attempted
+    assert pool.calls == []
+
+
+def test_refused_synchronous_load_names_its_blocks() -> None:
+    side, _ = make_side()
+    step(side, StepMetadata(0, refused=[plan(1, synchronous=True)]))
+    assert side.take_error_blocks() == {1, 101}
+
+
+def test_pool_that_refuses_a_job_is_answered_for() -> None:
+    side, pool = make_side()
+    pool.refuses = True
+    received, failed, answers = step(side, StepMetadata(0, loads=[plan(1)], stores=[plan(2)]))
+    assert received == failed == {"request-1"}
+    assert [(a.job_id, a.attempted, a.reason) for a in answers] == [
+        (1, False, "gone"),
+        (2, False, "gone"),
+    ]
+
+
+def test_cancel_reaches_the_pool_and_the_job_ends_by_its_answer() -> None:
+    side, pool = make_side()
+    step(side, StepMetadata(0, stores=[plan(1)]))
+    assert step(side, StepMetadata(0, cancels=[1])) == (set(), set(), [])
+    assert pool.calls[-1] == ("cancel", 1)
+    pool.end(1, TransferOutcome.NOT_ATTEMPTED)
+    _, _, (answer,) = step(side, StepMetadata(0))
+    assert (answer.succeeded, answer.attempted) == (False, False)
+
+
+def test_unknown_answer_of_a_backend_is_not_passed_on() -> None:
+    side, pool = make_side()
+    pool.end(99, TransferOutcome.DONE)
+    assert step(side, StepMetadata(0)) == (set(), set(), [])
+
+
+def test_stalled_native_call_stops_the_engine() -> None:
+    side, pool = make_side()
+    step(side, StepMetadata(0, loads=[plan(1)]))
+    pool.is_stalled = True
+    with pytest.raises(BackendStalled):
+        side.poll()
+
+
+def test_fence_is_made_after_the_work_it_waits_for_and_once_a_batch() -> None:
+    made: list[str] = []
+
+    def make_fence() -> "object":
+        made.append("fence")
+        return lambda: None
+
+    pool = FakeWorkerPool()
+    side = WorkerSide(
+        pool,
+        keyspace=KEYS,
+        rank=0,
+        timeout_ms=1000,
+        make_fence=make_fence,  # type: ignore[arg-type]
+    )
+    step(side, StepMetadata(0, stores=[plan(1), plan(2)]))
+    assert made == ["fence"]
+    assert pool.jobs[1].fence is pool.jobs[2].fence
+    step(side, StepMetadata(0))
+    assert made == ["fence"]
