@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asks every rank over its Unix socket which blocks it holds, without ever waiting for one.
+
+A block is a hit only where every rank says so. A question is encoded once and handed to one queue
+per rank; replies are combined as they come. A rank that leaves a question unanswered past the
+lookup timeout, and says nothing else either, gets a new connection before the next question, since
+what is queued on the old one can only be answered too late.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+import attrs
+import zmq
+
+from umbp.backends.base import LookupAnswer, LookupQuestion
+from umbp.backends.lookup_messages import (
+    MESSAGE_BYTES_MAX,
+    PROTOCOL,
+    ByteArray,
+    Envelope,
+    MessageError,
+    decode_envelope,
+    decode_reply,
+    encode_question,
+    read_mask,
+    unpack_mask,
+)
+from umbp.backends.socket_path import private_directory
+from umbp.errors import UsageError
+
+QUEUE_LIMIT: Final = 256
+"""Questions that may be open at once; as many may be queued for a rank that does not read."""
+
+
+@attrs.define
+class LookupClientCounters:
+    """What a client has seen. Counters only rise.
+
+    Attributes:
+        replies_dropped: Replies to questions that were not open, or already had that reply.
+        frames_dropped: Messages that could not be read.
+        connections_rebuilt: Connections given up because their rank was silent.
+    """
+
+    replies_dropped: int = 0
+    frames_dropped: int = 0
+    connections_rebuilt: int = 0
+
+
+@attrs.define(eq=False)
+class _Rank:
+    """The connection to one rank."""
+
+    index: int
+    path: Path
+    socket: "zmq.Socket[bytes]"
+    heard_s: float = -math.inf
+    is_silent: bool = False
+
+
+@attrs.define(eq=False)
+class _OpenQuestion:
+    """A question that some ranks have not answered yet."""
+
+    question_id: int
+    block_counts: tuple[int, ...]
+    asked_s: float
+    waiting: set[int]
+    masks: tuple[ByteArray, ...] | None = None
+
+    def combine(self, masks: tuple[ByteArray, ...]) -> None:
+        if self.masks is None:
+            self.masks = masks
+        else:
+            pairs = zip(self.masks, masks, strict=True)
+            self.masks = tuple(known & more for known, more in pairs)
+
+
+class SocketLookupClient:
+    """A ``LookupClient`` for pools that live in the workers. Used by one thread.
+
+    Attributes:
+        counters: What the client has seen.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        *,
+        namespace: bytes,
+        lookup_timeout_ms: int,
+        queue_limit: int = QUEUE_LIMIT,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Connects to every rank; a rank that is not there yet is connected when it comes.
+
+        Args:
+            paths: The socket of each rank, in order of rank.
+            namespace: Digest of the namespace.
+            lookup_timeout_ms: How long an answer is waited for by the caller.
+            queue_limit: Questions that may be open at once.
+            clock: Seconds, monotonic.
+
+        Raises:
+            ConfigError: The sockets' directory is not private to this user.
+        """
+        if not paths:
+            raise UsageError("a lookup needs the socket path of at least one rank, got none")
+        for directory in {path.parent for path in paths}:
+            private_directory(directory)
+        self.counters = LookupClientCounters()
+        self._namespace = namespace
+        self._timeout_s = lookup_timeout_ms / 1000
+        self._queue_limit = queue_limit
+        self._clock = clock
+        self._context = zmq.Context()
+        self._poller = zmq.Poller()
+        self._ranks = [_Rank(index, path, self._connect(path)) for index, path in enumerate(paths)]
+        self._open: dict[int, _OpenQuestion] = {}
+        self._ready: list[LookupAnswer] = []
+        self._is_closed = False
+
+    def ask(self, question: LookupQuestion) -> None:
+        """Sends a question to every rank, or settles it at once when that is not possible.
+
+        Raises:
+            UsageError: A question of that id is open.
+        """
+        if question.question_id in self._open:
+            raise UsageError(f"question {question.question_id} is open already")
+        if self._is_closed:
+            self._ready.append(LookupAnswer(question.question_id, None, "client is closed"))
+            return
+        self._renew_silent_ranks()
+        problem = self._send(question)
+        if problem:
+            self._ready.append(LookupAnswer(question.question_id, None, problem))
+            return
+        self._open[question.question_id] = _OpenQuestion(
+            question.question_id,
+            tuple(len(part.hashes) // part.hash_bytes for part in question.parts),
+            self._clock(),
+            {rank.index for rank in self._ranks},
+        )
+
+    def answers(self, wait_s: float = 0.0) -> list[LookupAnswer]:
+        """Returns answers that have come in, waiting at most ``wait_s`` for the first."""
+        if not self._is_closed:
+            deadline_s = self._clock() + wait_s
+            self._receive()
+            while self._open and not self._ready:
+                remaining_s = deadline_s - self._clock()
+                if remaining_s <= 0:
+                    break
+                self._poller.poll(math.ceil(remaining_s * 1000))
+                self._receive()
+        ready, self._ready = self._ready, []
+        return ready
+
+    def forget(self, question_id: int) -> None:
+        """Drops a question. Ranks that let it time out and said nothing since are noted."""
+        self._ready = [answer for answer in self._ready if answer.question_id != question_id]
+        question = self._open.pop(question_id, None)
+        if question is None or self._clock() - question.asked_s < self._timeout_s:
+            # Answered, or dropped early, which says nothing about the ranks.
+            return
+        for index in question.waiting:
+            if self._ranks[index].heard_s < question.asked_s:
+                self._ranks[index].is_silent = True
+
+    def close(self) -> None:
+        """Closes the connections and drops all questions. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._open.clear()
+        self._ready.clear()
+        for rank in self._ranks:
+            rank.socket.close(linger=0)
+        self._context.term()
+
+    def _send(self, question: LookupQuestion) -> str:
+        """Queues a question for every rank; returns why not, or an empty string."""
+        if len(self._open) >= self._queue_limit:
+            return f"{len(self._open)} questions are open already"
+        try:
+            frame = encode_question(question, self._namespace)
+        except MessageError as error:
+            return str(error)
+        for rank in self._ranks:
+            try:
+                rank.socket.send(frame, zmq.NOBLOCK)
+            except zmq.Again:
+                # Ranks before this one will answer; those replies are dropped and counted.
+                return f"rank {rank.index} reads no questions and its queue is full"
+        return ""
+
+    def _receive(self) -> None:
+        """Takes the frames that are there, a bounded number from each rank."""
+        for rank in self._ranks:
+            for _ in range(self._queue_limit):
+                try:
+                    frames = rank.socket.recv_multipart(zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                rank.heard_s = self._clock()
+                rank.is_silent = False
+                if len(frames) == 1:
+                    self._take(rank, frames[0])
+                else:
+                    self.counters.frames_dropped += 1
+
+    def _take(self, rank: _Rank, frame: bytes) -> None:
+        try:
+            envelope = decode_envelope(frame)
+        except MessageError:
+            self.counters.frames_dropped += 1
+            return
+        question = self._open.get(envelope.question_id)
+        if question is None or rank.index not in question.waiting:
+            self.counters.replies_dropped += 1
+            return
+        try:
+            masks = _masks(rank, question, envelope, frame)
+        except MessageError as error:
+            self._fail(question, f"rank {rank.index}: {error}")
+            return
+        question.waiting.discard(rank.index)
+        question.combine(masks)
+        if not question.waiting:
+            self._succeed(question)
+
+    def _succeed(self, question: _OpenQuestion) -> None:
+        del self._open[question.question_id]
+        counted = zip(question.masks or (), question.block_counts, strict=True)
+        present = tuple(unpack_mask(mask, count) for mask, count in counted)
+        self._ready.append(LookupAnswer(question.question_id, present))
+
+    def _fail(self, question: _OpenQuestion, reason: str) -> None:
+        del self._open[question.question_id]
+        self._ready.append(LookupAnswer(question.question_id, None, reason))
+
+    def _renew_silent_ranks(self) -> None:
+        if not any(rank.is_silent for rank in self._ranks):
+            return
+        self._receive()  # A late reply proves that the rank lives.
+        for rank in self._ranks:
+            if rank.is_silent:
+                self._renew(rank)
+
+    def _renew(self, rank: _Rank) -> None:
+        self._poller.unregister(rank.socket)
+        rank.socket.close(linger=0)
+        rank.socket = self._connect(rank.path)
+        rank.is_silent = False
+        self.counters.connections_rebuilt += 1
+        # Their replies can only come to the connection that is gone.
+        for question in list(self._open.values()):
+            if rank.index in question.waiting:
+                self._fail(question, f"rank {rank.index} was silent and was connected anew")
+
+    def _connect(self, path: Path) -> "zmq.Socket[bytes]":
+        dealer = self._context.socket(zmq.DEALER)
+        dealer.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
+        dealer.setsockopt(zmq.SNDHWM, self._queue_limit)
+        dealer.setsockopt(zmq.RCVHWM, self._queue_limit)
+        dealer.connect(f"ipc://{path}")
+        self._poller.register(dealer, zmq.POLLIN)
+        return dealer
+
+
+def _masks(
+    rank: _Rank, question: _OpenQuestion, envelope: Envelope, frame: bytes
+) -> tuple[ByteArray, ...]:
+    """Reads one rank's masks out of its reply.
+
+    Raises:
+        MessageError: It is an error reply, or no reply to this question.
+    """
+    if envelope.protocol != PROTOCOL:
+        raise MessageError(
+            f"it speaks lookup protocol {envelope.protocol}, not {PROTOCOL}; "
+            "run one version of umbp in all processes of an engine"
+        )
+    reply = decode_reply(frame)
+    if reply.rank != rank.index:
+        raise MessageError(f"rank {reply.rank} serves {rank.path}")
+    if reply.masks is None:
+        raise MessageError(reply.error or "it gave no masks and no reason")
+    if len(reply.masks) != len(question.block_counts):
+        raise MessageError(f"{len(reply.masks)} masks for {len(question.block_counts)} parts")
+    counted = zip(reply.masks, question.block_counts, strict=True)
+    return tuple(read_mask(mask, block_count) for mask, block_count in counted)

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads MORI's Python module, in a worker and only when it is asked for.
+
+Importing ``mori.umbp`` takes about two seconds and some hundred MiB, and loads PyTorch, the HIP
+runtime and shared libraries that a machine may lack. So no module of umbp imports it at its top,
+and ``load_mori`` turns each way in which the import fails into one line that says what is missing.
+"""
+
+import ctypes
+import importlib
+import os
+import re
+from typing import Any, Final
+
+import attrs
+
+from umbp.errors import BackendUnavailable
+
+LOG_LEVELS: Final = ("debug", "info", "warn", "error", "critical")
+"""The words that MORI 1.2.4 knows; it ignores any other."""
+
+_LOG_LEVEL_VARIABLE: Final = "MORI_UMBP_LOG_LEVEL"
+_READ_LEASE_VARIABLE: Final = "UMBP_DRAM_READ_LEASE_MS"
+_DISTRIBUTION: Final = "amd-mori>=1.2.4"
+_NEEDED_CALLS: Final = (
+    "batch_exists",
+    "batch_get_ranges_into_ptr",
+    "batch_put_ranges_from_ptr",
+    "register_memory",
+)
+_SHARED_LIBRARY: Final = re.compile(r"lib[\w+.-]*\.so[\w.]*")
+_REASON_CHARS_MAX: Final = 300
+
+
+@attrs.frozen
+class MoriLibrary:
+    """The parts of MORI that umbp uses.
+
+    Attributes:
+        version: Version of MORI.
+        client_type: ``UMBPClient``; its instances own or reach a pool.
+        config_type: ``UMBPConfig``, what a client is made of.
+        cpu_location: Says that registered memory is the host's.
+        gpu_location: Says that registered memory is a device's.
+    """
+
+    version: str
+    client_type: Any
+    config_type: Any
+    cpu_location: Any
+    gpu_location: Any
+
+
+def load_mori(
+    log_level: str | None = None, *, default_read_lease_ms: int | None = None
+) -> MoriLibrary:
+    """Imports MORI. It reads its environment once, so the first import of a process decides.
+
+    Args:
+        log_level: One of ``LOG_LEVELS``; None leaves the environment's choice. MORI logs to
+            standard output.
+        default_read_lease_ms: How long a get protects its objects from eviction, at least 1, where
+            the environment does not say; None leaves it to MORI.
+
+    Raises:
+        BackendUnavailable: MORI, or a shared library that it needs, cannot be loaded.
+    """
+    if log_level is not None:
+        os.environ[_LOG_LEVEL_VARIABLE] = log_level
+    if default_read_lease_ms is not None:
+        os.environ.setdefault(_READ_LEASE_VARIABLE, str(default_read_lease_ms))
+    try:
+        mori = importlib.import_module("mori")
+        native = importlib.import_module("mori.cpp")
+        umbp_module = importlib.import_module("mori.umbp")
+    except (ImportError, OSError, RuntimeError) as error:
+        raise BackendUnavailable(_why_not_loaded(error)) from error
+    version = str(getattr(mori, "__version__", "unknown"))
+    client_type = umbp_module.UMBPClient
+    missing = [name for name in _NEEDED_CALLS if not hasattr(client_type, name)]
+    if missing:
+        raise BackendUnavailable(
+            f"MORI {version} has no {missing[0]}: pip install '{_DISTRIBUTION}'"
+        )
+    return MoriLibrary(
+        version=version,
+        client_type=client_type,
+        config_type=umbp_module.UMBPConfig,
+        cpu_location=native.MemoryLocationType.CPU,
+        gpu_location=native.MemoryLocationType.GPU,
+    )
+
+
+def hip_device_count() -> int | None:
+    """Asks the HIP runtime that MORI has loaded how many devices it sees.
+
+    Returns:
+        The number, 0 when it fails; None when the process has no HIP runtime in its global scope.
+    """
+    count = ctypes.c_int(0)
+    try:
+        # MORI's import puts its libraries, and so the runtime, into the global scope.
+        ctypes.CDLL(None).hipGetDeviceCount(ctypes.byref(count))
+    except AttributeError:
+        return None
+    return count.value
+
+
+def _why_not_loaded(error: Exception) -> str:
+    """Says in one line what is missing and what to do about it."""
+    if isinstance(error, ModuleNotFoundError) and error.name == "mori":
+        return (
+            f"MORI is not installed: pip install '{_DISTRIBUTION}' "
+            "(it has wheels for Python 3.10 and 3.12)"
+        )
+    text = " ".join(str(error).split())[:_REASON_CHARS_MAX]
+    library = _SHARED_LIBRARY.search(text)
+    if library is not None and "cannot open shared object file" in text:
+        return (
+            f"MORI is installed but its shared library {library.group()} is missing: install it "
+            "or name its folder in LD_LIBRARY_PATH (docs/setup.md says how without ROCm)"
+        )
+    return f"MORI is installed but cannot be loaded: {text}"

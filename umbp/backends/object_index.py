@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which objects a pool holds, where they lie, and which goes when room is needed.
+
+Bookkeeping only: bytes are copied by the caller, between ``reserve`` and ``publish`` for a store
+and between ``pin`` and ``unpin`` for a load, so that the lock is never held while bytes move. An
+object is in the index only from ``publish`` on; a reserved extent is nobody's to find or to evict.
+"""
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from typing import Final
+
+import attrs
+import numpy as np
+
+from umbp.backends.arena import Arena
+from umbp.backends.base import Int64Array, PoolStats
+
+EVICTIONS_KEPT_MAX: Final = 65_536
+"""Evicted keys that wait to be taken; the oldest are forgotten first."""
+
+
+@attrs.define(eq=False)
+class _Object:
+    offset: int
+    object_bytes: int
+    reader_count: int = 0
+
+
+@attrs.frozen(eq=False)
+class Reservation:
+    """Room for the objects of one store that do not exist yet.
+
+    Attributes:
+        positions: int64[reserved], index of each object among the keys that were asked for.
+        keys: The keys that got room, same order.
+        offsets: int64[reserved], where each object goes.
+        rejected_keys: Keys that got no room.
+    """
+
+    positions: Int64Array
+    keys: tuple[bytes, ...]
+    offsets: Int64Array
+    rejected_keys: tuple[bytes, ...]
+
+
+@attrs.frozen(eq=False)
+class Pins:
+    """Objects of one load that stay where they are until ``unpin``.
+
+    Attributes:
+        offsets: int64[objects], where each object lies; empty when a key is missing.
+        missing_keys: Keys that no object of the right size has. If any, nothing is pinned.
+        objects: The pinned records.
+    """
+
+    offsets: Int64Array
+    missing_keys: tuple[bytes, ...]
+    objects: tuple[_Object, ...]
+
+
+@attrs.define(eq=False)
+class ObjectIndex:
+    """Objects by key in one arena, least recently loaded first. Thread-safe."""
+
+    _arena: Arena
+    _lock: threading.Lock = attrs.field(factory=threading.Lock, init=False)
+    _objects: OrderedDict[bytes, _Object] = attrs.field(factory=OrderedDict, init=False)
+    _evicted_keys: deque[bytes] = attrs.field(
+        factory=lambda: deque(maxlen=EVICTIONS_KEPT_MAX), init=False
+    )
+    _evicted_count: int = attrs.field(default=0, init=False)
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """Says which objects exist now, in order; no object counts as used by that."""
+        with self._lock:
+            return [key in self._objects for key in keys]
+
+    def reserve(self, keys: Sequence[bytes], object_bytes: int) -> Reservation:
+        """Makes room for those keys that do not exist, evicting what was not used for longest.
+
+        Once an object finds no room, none of the later ones does: they have the same size. So a
+        store that is too long for the pool keeps its first objects, which are those that a later
+        lookup needs first.
+        """
+        positions: list[int] = []
+        offsets: list[int] = []
+        rejected: list[bytes] = []
+        with self._lock:
+            for position, key in enumerate(keys):
+                if key in self._objects:
+                    continue
+                offset = None if rejected else self._allocate(object_bytes)
+                if offset is None:
+                    rejected.append(key)
+                else:
+                    positions.append(position)
+                    offsets.append(offset)
+        return Reservation(
+            np.array(positions, dtype=np.int64),
+            tuple(keys[position] for position in positions),
+            # Ascending, so that neighbours in the job are neighbours in the pool where possible
+            # and can be copied in one call.
+            np.sort(np.array(offsets, dtype=np.int64)),
+            tuple(rejected),
+        )
+
+    def publish(self, reservation: Reservation, object_bytes: int) -> None:
+        """Makes stored objects visible. Their bytes must be in place."""
+        with self._lock:
+            # Last first: the blocks of a prompt are worth nothing without those before them, so
+            # of one store, and of one load, the end is evicted before the beginning.
+            for key, offset in zip(
+                reversed(reservation.keys), reservation.offsets[::-1].tolist(), strict=True
+            ):
+                if key in self._objects:
+                    # Another thread stored the same key in the meantime; the first bytes stay.
+                    self._arena.free(offset)
+                else:
+                    self._objects[key] = _Object(offset, object_bytes)
+
+    def abandon(self, reservation: Reservation) -> None:
+        """Gives back the room of a store that failed."""
+        with self._lock:
+            for offset in reservation.offsets.tolist():
+                self._arena.free(offset)
+
+    def pin(self, keys: Sequence[bytes], object_bytes: Sequence[int]) -> Pins:
+        """Pins all objects of a load, or none; counts as a use.
+
+        Args:
+            keys: The objects.
+            object_bytes: The size that each must have, same length.
+        """
+        with self._lock:
+            objects: list[_Object] = []
+            missing: list[bytes] = []
+            for key, wanted_bytes in zip(keys, object_bytes, strict=True):
+                found = self._objects.get(key)
+                if found is None or found.object_bytes != wanted_bytes:
+                    missing.append(key)
+                else:
+                    objects.append(found)
+            if missing:
+                return Pins(np.empty(0, dtype=np.int64), tuple(missing), ())
+            for key, pinned in zip(reversed(keys), reversed(objects), strict=True):
+                pinned.reader_count += 1
+                self._objects.move_to_end(key)
+        offsets = np.array([pinned.offset for pinned in objects], dtype=np.int64)
+        return Pins(offsets, (), tuple(objects))
+
+    def unpin(self, pins: Pins) -> None:
+        """Ends what ``pin`` began; called exactly once for each."""
+        with self._lock:
+            for pinned in pins.objects:
+                pinned.reader_count -= 1
+
+    def take_evictions(self) -> list[bytes]:
+        """Returns keys evicted since the last call, at most ``EVICTIONS_KEPT_MAX``."""
+        with self._lock:
+            keys = list(self._evicted_keys)
+            self._evicted_keys.clear()
+            return keys
+
+    def stats(self) -> PoolStats:
+        """Says how full the pool is."""
+        with self._lock:
+            return PoolStats(
+                capacity_bytes=self._arena.capacity_bytes,
+                used_bytes=self._arena.used_bytes,
+                object_count=len(self._objects),
+                evicted_count=self._evicted_count,
+            )
+
+    def clear(self) -> None:
+        """Forgets every object. Called when nothing is pinned or reserved any more."""
+        with self._lock:
+            for gone in self._objects.values():
+                self._arena.free(gone.offset)
+            self._objects.clear()
+
+    def _allocate(self, object_bytes: int) -> int | None:
+        offset = self._arena.allocate(object_bytes)
+        while offset is None and self._evict():
+            offset = self._arena.allocate(object_bytes)
+        return offset
+
+    def _evict(self) -> bool:
+        """Removes the least recently loaded object that nobody reads, if there is one."""
+        for key, candidate in self._objects.items():
+            if candidate.reader_count == 0:
+                del self._objects[key]
+                self._arena.free(candidate.offset)
+                self._evicted_keys.append(key)
+                self._evicted_count += 1
+                return True
+        return False
