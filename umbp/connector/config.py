@@ -112,6 +112,12 @@ class ConnectorConfig:
         backend = find_backend(name)
         options, backend_options = parse_options(raw, ConnectorOptions, backend.options_type)
         parallel = vllm_config.parallel_config
+        if backend.pool_in_worker and getattr(parallel, "nnodes", 1) > 1:
+            raise ConfigError(
+                f"option backend is {name!r}, whose pools are asked over Unix sockets, and nnodes "
+                f"is {parallel.nnodes}; run this engine on one node, or choose a backend whose "
+                "pool is elsewhere"
+            )
         return cls(
             options=options,
             backend=backend,
