@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+# What there is to do here; `make` alone lists it. docs/setup.md explains the set-up.
+
+PYTHON ?= python3
+ARGS ?=
+REQUIRE ?=
+
+RUN := $(PYTHON) tools/run.py
+
+.DEFAULT_GOAL := help
+.PHONY: help setup test demo bench check lint diagram docs clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/make \1\t\2/' | expand -t 16
+
+setup:  ## create or update the environments (REQUIRE="mori plain": fail without)
+	@$(PYTHON) tools/setup.py --require "$(REQUIRE)"
+
+test: check  ## set up, check, and run all tests in every environment (ARGS="..." for pytest)
+	$(RUN) --profile each -- python -m pytest $(ARGS)
+
+demo: setup  ## set up and show an answer restored from offloaded KV (ARGS="--backend embedded")
+	@$(RUN) --profile best -- umbp demo $(ARGS)
+
+bench: setup  ## set up and run the benchmarks, which print ratios (ARGS="..." for each of them)
+	@status=0; for script in benchmarks/[!_]*.py; do \
+		$(RUN) --profile best -- python $$script $(ARGS) || status=1; \
+	done; exit $$status
+
+check: setup lint  ## set up, then formatting, style, types and import contracts
+	$(RUN) --profile best -- mypy --strict umbp
+	$(RUN) --profile best -- lint-imports
+
+lint: setup  ## formatting and style alone
+	$(RUN) --profile best -- ruff format --check .
+	$(RUN) --profile best -- ruff check .
+
+diagram: setup  ## write docs/lifecycle.md, with the state diagrams, from the tables in the code
+	@$(RUN) --profile best -- python -m umbp.fsm.diagram > docs/lifecycle.md.new \
+		&& mv docs/lifecycle.md.new docs/lifecycle.md \
+		|| { rm -f docs/lifecycle.md.new; exit 1; }
+
+docs: diagram  ## write all generated pages: docs/lifecycle.md and docs/options.md
+	$(RUN) --profile best -- python -m umbp.cli.options_page docs/options.md
+
+clean:  ## remove the environments, the built libraries and the caches
+	rm -rf .envs .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build \
+		umbp.egg-info
