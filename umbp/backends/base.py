@@ -362,6 +362,9 @@ class SchedulerSite:
 class Backend(Protocol):
     """What the entry point names. Stateless; the two ``open`` methods do the work.
 
+    A backend that needs a library may also have a class method ``check_available() -> None``, which
+    raises ``BackendUnavailable`` when it cannot be used here. Tools ask it before an engine starts.
+
     Attributes:
         api: Must equal ``BACKEND_API``.
         options_type: An attrs class with the backend's own options, each with metadata ``help``.

@@ -288,6 +288,15 @@ class EmbeddedBackend:
     pool_in_worker: ClassVar[bool] = True
 
     @classmethod
+    def check_available(cls) -> None:
+        """Imports MORI, in a process of a tool and never in the scheduler's.
+
+        Raises:
+            BackendUnavailable: MORI, or a library that it needs, is missing.
+        """
+        load_mori(default_read_lease_ms=_READ_LEASE_MS)
+
+    @classmethod
     def open_worker(cls, options: EmbeddedOptions, site: WorkerSite) -> EmbeddedPool:
         """Checks everything that can be checked without KV memory, and imports MORI.
 

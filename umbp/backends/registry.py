@@ -71,6 +71,17 @@ def find_backend(name: str) -> type[Backend]:
     return cast("type[Backend]", loaded)
 
 
+def check_available(backend: type[Backend]) -> None:
+    """Asks a backend whether it can be used here; one that cannot say counts as usable.
+
+    Raises:
+        BackendUnavailable: A library that it needs is missing.
+    """
+    check = getattr(backend, "check_available", None)
+    if check is not None:
+        check()
+
+
 def _entries() -> list[tuple[InstalledBackend, importlib.metadata.EntryPoint]]:
     entries = []
     for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The document of the demo and the question about it.
+
+The document is the log of a lighthouse, as long as one likes, with one fact in it. Nothing is
+random, so that every run and every machine asks the same prompt.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+ACCESS_CODE: Final = "7305"
+QUESTION: Final = "What is the access code of the lamp room?"
+
+# The lengths have no common divisor, so that the same entry does not come back for a long time.
+_WEATHER: Final = (
+    "Calm and clear from dawn to dusk",
+    "Wind from the north-west, and rain until noon",
+    "Fog lay on the water all morning",
+    "A stiff breeze from the south with a short, steep sea",
+    "Bright sun and a falling glass",
+    "Low cloud, no wind, and the gulls very quiet",
+    "A hard gale in the night that was gone by breakfast",
+)
+_WORK: Final = (
+    "We scraped the rust off the gallery rail and gave it a first coat of red paint",
+    "Marta took the clockwork apart, cleaned it and put it together again",
+    "The rain tank was emptied, scrubbed and filled from the roof",
+    "All day went on new putty for the windows of the stair",
+    "I oiled the hinges of the boat house and sorted the old ropes",
+    "Two steps of the landing were loose, and we set them in fresh mortar",
+    "The lens was polished pane by pane with a soft cloth and vinegar",
+    "We counted the stores and wrote a list for the supply boat",
+    "The fog horn was tested, and it can be heard on the mainland again",
+    "Marta repaired the pump while I carried coal up from the cellar",
+    "We moved the spare lamps to the dry shelf behind the stove",
+)
+_SEEN: Final = (
+    "Three herring boats passed close by and the men waved",
+    "A seal slept on the flat rock below the window until the tide came in",
+    "The mail boat could not land and went back with our letters",
+    "A grey ship went by far out without showing a flag",
+    "Wild geese flew south in a long line for most of an hour",
+    "The doctor came over, looked at my hand and stayed for soup",
+    "Nothing was seen on the water but our own buoy",
+    "A boy from the village rowed out with fresh bread and eggs",
+    "Dolphins played around the reef in the last light",
+    "The pilot cutter signalled that the harbour was full",
+    "Two painters asked to see the view from the top and drew it",
+    "An empty barrel drifted in, and we made a table of it",
+    "The steamer to the islands was late and lit from end to end",
+)
+_EVENING: Final = (
+    "In the evening Marta read aloud from the almanac.",
+    "We lit the lamp at dusk and it burned without a flicker.",
+    "The night watch was quiet.",
+    "After supper we played draughts, and I lost.",
+    "The cat caught a mouse and was very proud of it.",
+)
+_TITLE: Final = "The log of the lighthouse on Gull Rock"
+_FACT: Final = f"Important note: the access code of the lamp room is {ACCESS_CODE}."
+
+
+def _pick(phrases: Sequence[str], day_index: int) -> str:
+    return phrases[day_index % len(phrases)]
+
+
+def _entry(day_index: int, *, with_fact: bool) -> str:
+    sentences = [
+        f"Day {day_index + 1}. {_pick(_WEATHER, day_index)}.",
+        f"{_pick(_WORK, day_index)}.",
+        f"{_pick(_SEEN, day_index)}.",
+        _pick(_EVENING, day_index),
+    ]
+    if with_fact:
+        sentences.insert(2, _FACT)
+    return " ".join(sentences)
+
+
+def write_document(entry_count: int) -> str:
+    """Writes the log, with the fact in its middle.
+
+    Args:
+        entry_count: Number of days, at least 1.
+
+    Raises:
+        ValueError: ``entry_count`` is below 1.
+    """
+    if entry_count < 1:
+        raise ValueError(f"a log has at least one day, got {entry_count}")
+    fact_index = entry_count // 2
+    entries = [_entry(index, with_fact=index == fact_index) for index in range(entry_count)]
+    return "\n\n".join([_TITLE, *entries])
+
+
+def fit_document(token_target: int, count_tokens: Callable[[str], int]) -> str:
+    """Writes the longest log that stays within a number of tokens.
+
+    Args:
+        token_target: Most tokens that ``count_tokens`` may say.
+        count_tokens: Counts the tokens of the whole prompt made of a document. Must not fall as
+            the document grows.
+
+    Raises:
+        ValueError: Even a log of one day is longer; the message says how long it is.
+    """
+    shortest = count_tokens(write_document(1))
+    if shortest > token_target:
+        raise ValueError(f"the shortest prompt has {shortest} tokens, {token_target} are wanted")
+    fits, too_many = 1, 2
+    while count_tokens(write_document(too_many)) <= token_target:
+        fits, too_many = too_many, too_many * 2
+    while too_many - fits > 1:
+        middle = (fits + too_many) // 2
+        if count_tokens(write_document(middle)) <= token_target:
+            fits = middle
+        else:
+            too_many = middle
+    return write_document(fits)
+
+
+def chat_messages(document: str) -> list[dict[str, str]]:
+    """Puts the document and the question into one turn of a chat."""
+    return [{"role": "user", "content": f"{document}\n\nQuestion: {QUESTION}"}]
