@@ -6,7 +6,7 @@ buffer of its own, at the speed of its memory, and its copy engine moves the buf
 a load goes the other way round. Host memory is read and written in place, once.
 
 Measured on one H200 with 256 blocks of 30 ranges of 24 KiB: 4 GB/s with one asynchronous copy per
-range, 52 GB/s this way, which is what the link gives.
+range, 46 to 48 GB/s this way with one allocation, 13 to 17 with one allocation per layer.
 """
 
 import math

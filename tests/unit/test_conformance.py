@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every conformance check fails on a backend that breaks its rule.
+
+Each class below is the memory backend with one rule broken; the table at the end says which check
+must notice, and how it must put it.
+"""
+
+import time
+from collections import OrderedDict
+
+import attrs
+import numpy as np
+import pytest
+
+from umbp.backends.base import JobResult, TransferOutcome, TransferPart
+from umbp.backends.memory import MemoryOptions, MemoryPool
+from umbp.testing import conformance
+from umbp.testing.conformance import CHECKS, ConformanceError, check_worker_pool
+
+# Long enough for any answer of a broken pool, short enough to wait for one that never comes.
+PATIENCE_S = 1.0
+
+
+class Broken(MemoryPool):
+    """Opens as the memory backend does."""
+
+    capacity_factor = 1
+    queue_factor = 1
+
+    def __init__(self, case):
+        options = MemoryOptions(
+            capacity_bytes=case.capacity_bytes * self.capacity_factor,
+            queue_limit=case.queue_limit * self.queue_factor,
+            transfer_threads=case.transfer_threads,
+        )
+        super().__init__(options, case.site)
+
+
+class SwapsBlocks(Broken):
+    def _load(self, copier, job):
+        parts = [attrs.evolve(part, block_ids=np.roll(part.block_ids, 1)) for part in job.parts]
+        return super()._load(copier, attrs.evolve(job, parts=tuple(parts)))
+
+
+class WritesOutside(Broken):
+    def register(self, memory):
+        super().register(memory)
+        self.memory = memory
+
+    def _load(self, copier, job):
+        self.memory.regions[0].tensor[-1] = 1
+        return super()._load(copier, job)
+
+
+class CountsNoBytes(Broken):
+    def poll(self):
+        return [attrs.evolve(result, bytes_moved=0) for result in super().poll()]
+
+
+class Overwrites(Broken):
+    def _store(self, copier, job):
+        for part in job.parts:
+            for key, block_id in zip(part.keys, part.block_ids, strict=True):
+                if self.contains([key])[0]:
+                    pins = self._index.pin([key], [self._layouts[part.group_index].object_bytes])
+                    copier.store(part.group_index, np.array([block_id]), pins.offsets)
+                    self._index.unpin(pins)
+        return super()._store(copier, job)
+
+
+class RefusesExisting(Broken):
+    def _store(self, copier, job):
+        if any(any(self.contains(part.keys)) for part in job.parts):
+            return JobResult(job.job_id, TransferOutcome.FAILED)
+        return super()._store(copier, job)
+
+
+class LoadsWhatThereIs(Broken):
+    def _load(self, copier, job):
+        parts = []
+        for part in job.parts:
+            here = np.array(self.contains(part.keys))
+            keys = [key for key, found in zip(part.keys, here, strict=True) if found]
+            parts.append(TransferPart(part.group_index, keys, part.block_ids[here]))
+        return super()._load(copier, attrs.evolve(job, parts=tuple(parts)))
+
+
+class NamesNoKeys(Broken):
+    def poll(self):
+        return [attrs.evolve(result, failed_keys=()) for result in super().poll()]
+
+
+class FailsAllKeys(Broken):
+    def _load(self, copier, job):
+        result = super()._load(copier, job)
+        if not result.failed_keys:
+            return result
+        return attrs.evolve(
+            result, failed_keys=tuple(key for part in job.parts for key in part.keys)
+        )
+
+
+class PublishesEarly(Broken):
+    def store(self, job):
+        self.early = {key for part in job.parts for key in part.keys}
+        super().store(job)
+
+    def contains(self, keys):
+        present = super().contains(keys)
+        return [here or key in self.early for here, key in zip(present, keys, strict=True)]
+
+
+class FenceOnCaller(Broken):
+    def store(self, job):
+        if job.fence is not None:
+            job.fence()
+        super().store(attrs.evolve(job, fence=None))
+
+
+class NoFence(Broken):
+    def store(self, job):
+        super().store(attrs.evolve(job, fence=None))
+
+
+class ReadsBeforeFence(Broken):
+    def store(self, job):
+        def fence():
+            self._copier.store(0, job.parts[0].block_ids, np.array([0]))
+            before = self._buffer.tensor.clone()
+            job.fence()
+            self._store(self._copier, job)
+            self._buffer.tensor.copy_(before)
+
+        super().store(job if job.fence is None else attrs.evolve(job, fence=fence))
+
+
+class SwallowsFenceError(Broken):
+    def store(self, job):
+        def fence():
+            try:
+                job.fence()
+            except RuntimeError:
+                return
+
+        super().store(job if job.fence is None else attrs.evolve(job, fence=fence))
+
+
+class HoldsTooMuch(Broken):
+    capacity_factor = 2
+
+    def stats(self):
+        stats = super().stats()
+        return attrs.evolve(stats, capacity_bytes=stats.capacity_bytes // 2, used_bytes=None)
+
+
+class UsesTooMuch(Broken):
+    def stats(self):
+        return attrs.evolve(super().stats(), used_bytes=1 << 40)
+
+
+class ReportsEvictionsTwice(Broken):
+    def take_evictions(self):
+        return super().take_evictions() * 2
+
+
+class ReportsEvictionsThatDidNotHappen(Broken):
+    def take_evictions(self):
+        return list(self._index._objects)[:1]
+
+
+class FirstInFirstOut(Broken):
+    class Objects(OrderedDict):
+        def move_to_end(self, key, last=True):
+            pass
+
+    def register(self, memory):
+        super().register(memory)
+        self._index._objects = self.Objects()
+
+
+class LookupIsAUse(Broken):
+    def contains(self, keys):
+        for key in set(keys) & set(self._index._objects):
+            self._index._objects.move_to_end(key)
+        return super().contains(keys)
+
+
+class AnswersTwice(Broken):
+    def poll(self):
+        return super().poll() * 2
+
+
+class AnswersUnasked(Broken):
+    def cancel(self, job_id):
+        self._runner._results.append(JobResult(job_id, TransferOutcome.NOT_ATTEMPTED))
+
+
+class LosesAnAnswer(Broken):
+    lost = None
+
+    def poll(self):
+        results = super().poll()
+        if results and self.lost is None:
+            self.lost = results.pop()
+        return results
+
+
+class StoresCancelledJobs(Broken):
+    cancelled = frozenset()
+
+    def cancel(self, job_id):
+        self.cancelled |= {job_id}
+
+    def poll(self):
+        return [
+            attrs.evolve(result, outcome=TransferOutcome.NOT_ATTEMPTED)
+            if result.job_id in self.cancelled
+            else result
+            for result in super().poll()
+        ]
+
+
+class NoDeadline(Broken):
+    def store(self, job):
+        super().store(attrs.evolve(job, deadline_s=1e12))
+
+
+class NoLoadDeadline(Broken):
+    def load(self, job):
+        super().load(attrs.evolve(job, deadline_s=1e12))
+
+
+class EndlessQueue(Broken):
+    queue_factor = 1000
+
+
+class BlocksWhenFull(Broken):
+    queue_factor = 1000
+
+    def store(self, job):
+        while len(self._runner._stores) >= 4:
+            time.sleep(0.01)
+        super().store(job)
+
+
+class CloseWaits(Broken):
+    def close(self, timeout_s):
+        super().close(10 * PATIENCE_S)
+
+
+class CloseLosesJobs(Broken):
+    def poll(self):
+        return [result for result in super().poll() if result.reason != "closed"]
+
+
+class CloseRunsJobs(Broken):
+    def close(self, timeout_s):
+        if not self._runner._stores:
+            super().close(timeout_s)
+
+
+class IgnoresCase(Broken):
+    def contains(self, keys):
+        return super().contains([key.lower() for key in keys])
+
+    def store(self, job):
+        parts = [attrs.evolve(part, keys=[key.lower() for key in part.keys]) for part in job.parts]
+        super().store(attrs.evolve(job, parts=tuple(parts)))
+
+
+class RaisesOnUnknownGroup(Broken):
+    def store(self, job):
+        for part in job.parts:
+            self._layouts[part.group_index]
+        super().store(job)
+
+
+class IgnoresSize(Broken):
+    def _load(self, copier, job):
+        if all(all(self.contains(part.keys)) for part in job.parts):
+            return JobResult(job.job_id, TransferOutcome.DONE)
+        return super()._load(copier, job)
+
+
+CASES = [
+    ("check_round_trip", SwapsBlocks, "block 2 of group 0 differs in"),
+    ("check_round_trip", WritesOutside, "wrote outside of its blocks"),
+    ("check_round_trip", CountsNoBytes, "bytes stored"),
+    ("check_first_bytes_stay", Overwrites, "block 1 of group 0 differs"),
+    ("check_first_bytes_stay", RefusesExisting, "storing an existing key ended"),
+    ("check_missing_key_fails_load", LoadsWhatThereIs, "a load with a missing object ended"),
+    ("check_missing_key_fails_load", NamesNoKeys, "the missing key is not in"),
+    ("check_missing_key_fails_load", FailsAllKeys, "a key that exists is in"),
+    ("check_visible_when_complete", PublishesEarly, "while its fence is waited for"),
+    ("check_visible_when_complete", FenceOnCaller, "blocked while a job was running"),
+    ("check_visible_when_complete", NoFence, "is never called"),
+    ("check_visible_when_complete", ReadsBeforeFence, "block 1 of group 0 differs"),
+    ("check_fence_error", SwallowsFenceError, "a store whose fence raised ended"),
+    ("check_capacity", HoldsTooMuch, "objects are found"),
+    ("check_capacity", UsesTooMuch, "bytes used"),
+    ("check_capacity", ReportsEvictionsTwice, "reported twice"),
+    ("check_capacity", ReportsEvictionsThatDidNotHappen, "reported twice|evicted is found"),
+    ("check_load_order_evicts", FirstInFirstOut, "loaded after all others"),
+    ("check_load_order_evicts", LookupIsAUse, "outlives 64 later ones"),
+    ("check_answers_once", AnswersTwice, "an answer nobody waits for"),
+    ("check_answers_once", LosesAnAnswer, "no answer to jobs"),
+    ("check_cancel", AnswersUnasked, "an answer nobody waits for|a cancelled store ended"),
+    ("check_cancel", StoresCancelledJobs, "a cancelled store ended"),
+    ("check_deadline", NoDeadline, "a store past its deadline ended"),
+    ("check_deadline", NoLoadDeadline, "a load past its deadline ended"),
+    ("check_full_queue", EndlessQueue, "no answer to jobs"),
+    ("check_full_queue", BlocksWhenFull, "blocked while a job was running"),
+    ("check_close_while_busy", CloseWaits, "blocked while a job was running"),
+    ("check_close_while_busy", CloseLosesJobs, "no answer to jobs"),
+    ("check_close_while_busy", CloseRunsJobs, "no answer to jobs"),
+    ("check_any_key", IgnoresCase, "key b'A' is found before it was stored"),
+    ("check_wrong_group", RaisesOnUnknownGroup, "starting a job raised KeyError"),
+    ("check_wrong_group", IgnoresSize, "a load of an object that is too short ended"),
+]
+
+
+@pytest.mark.parametrize(
+    ("check", "broken", "message"), CASES, ids=lambda part: getattr(part, "__name__", None)
+)
+def test_a_broken_rule_is_noticed(check, broken, message):
+    with pytest.raises(ConformanceError, match=message):
+        getattr(conformance, check)(broken, PATIENCE_S)
+
+
+def test_every_check_is_listed_and_has_a_broken_backend():
+    named = {name for name in vars(conformance) if name.startswith("check_")}
+    listed = {check.__name__ for check in CHECKS}
+    assert named - {"check_worker_pool"} == listed
+    assert {check for check, _, _ in CASES} == listed
+
+
+def test_all_checks_run_at_once():
+    check_worker_pool(Broken)
+    with pytest.raises(ConformanceError):
+        check_worker_pool(IgnoresSize, PATIENCE_S)

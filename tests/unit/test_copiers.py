@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Both copiers against a copy byte by byte, for any layout and any place in the pool."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from umbp.backends import copiers, device_copier
+from umbp.backends.base import KVMemory, ObjectLayout
+from umbp.backends.copiers import HostCopier
+from umbp.backends.device_copier import DeviceCopier
+from umbp.errors import BackendError
+from umbp.testing.kv_memory import GroupShape, HostKVMemory, KVShape, make_kv_memory
+
+BLOCK_COUNT = 6
+SLOT_COUNT = 8
+
+groups = st.builds(
+    GroupShape,
+    head_count=st.integers(1, 3),
+    plane_bytes=st.lists(st.sampled_from([1, 3, 8, 24, 96, 100]), min_size=1, max_size=4).map(
+        tuple
+    ),
+)
+block_lists = st.lists(st.integers(0, BLOCK_COUNT - 1), min_size=0, max_size=6, unique=True)
+
+
+# A device's copies are queued on a stream; torch has one for the CPU too, so the same code runs.
+@pytest.mark.parametrize("copier_type", [HostCopier, DeviceCopier])
+@settings(deadline=None)
+@given(data=st.data(), shape=st.sampled_from(KVShape), group=groups, blocks=block_lists)
+def test_bytes_arrive_where_they_belong_and_nowhere_else(copier_type, data, shape, group, blocks):
+    kv = make_kv_memory(shape, [group], block_count=BLOCK_COUNT)
+    size = group.object_bytes
+    slots = data.draw(st.permutations(range(SLOT_COUNT)).map(lambda order: order[: len(blocks)]))
+    pool = torch.full((SLOT_COUNT * size,), 7, dtype=torch.uint8)
+    copier = copier_type(kv.memory, pool)
+    offsets = np.array(slots, dtype=np.int64) * size
+    content = [kv.fill(0, block, block) for block in blocks]
+    expected = bytearray(pool.numpy().tobytes())
+    for offset, stored in zip(offsets.tolist(), content, strict=True):
+        expected[offset : offset + size] = stored
+
+    copier.store(0, np.array(blocks, dtype=np.int64), offsets)
+    assert pool.numpy().tobytes() == expected
+
+    targets = data.draw(st.permutations(range(BLOCK_COUNT)).map(lambda order: order[: len(blocks)]))
+    kv.wipe()
+    copier.load(0, np.array(targets, dtype=np.int64), offsets)
+    for target, stored in zip(targets, content, strict=True):
+        assert kv.read(0, target) == stored
+        kv.write(0, target, bytes(size))
+    assert not any(kv.snapshot())
+
+
+def test_long_jobs_of_short_pieces_are_cut(monkeypatch):
+    counts = []
+    row_numbers = HostCopier._row_numbers
+
+    def counted(self, layout, block_ids):
+        numbers = row_numbers(self, layout, block_ids)
+        counts.append(len(numbers))
+        return numbers
+
+    monkeypatch.setattr(copiers, "_ROWS_PER_CALL_MAX", 13)
+    monkeypatch.setattr(HostCopier, "_row_numbers", counted)
+    kv = make_kv_memory(KVShape.LBH, [GroupShape(1, (3, 2))], block_count=BLOCK_COUNT)
+    pool = torch.zeros(5 * BLOCK_COUNT, dtype=torch.uint8)
+    content = [kv.fill(0, block, block) for block in range(BLOCK_COUNT)]
+    blocks = np.arange(BLOCK_COUNT)
+    HostCopier(kv.memory, pool).store(0, blocks, blocks * 5)
+    assert pool.numpy().tobytes() == b"".join(content)
+    assert counts == [10, 10, 10]
+
+
+@pytest.mark.parametrize("copier_type", [HostCopier, DeviceCopier])
+def test_memory_that_was_allocated_in_inference_mode_is_written(copier_type):
+    with torch.inference_mode():
+        kv = make_kv_memory(KVShape.LBH, [GroupShape(1, (8,))], block_count=2)
+        pool = torch.zeros(8, dtype=torch.uint8)
+        copier = copier_type(kv.memory, pool)
+    content = kv.fill(0, 0, 1)
+    copier.store(0, np.array([0]), np.array([0]))
+    copier.load(0, np.array([1]), np.array([0]))
+    assert kv.read(0, 1) == content
+
+
+@pytest.mark.parametrize(("base", "stride"), [(4, 16), (8, 12), (3, 16), (16, 17)])
+@pytest.mark.parametrize("copier_type", [HostCopier, DeviceCopier])
+def test_ranges_may_begin_at_any_address(copier_type, base, stride):
+    region = make_kv_memory(KVShape.LBH, [GroupShape(1, (64,))], block_count=1).memory.regions[0]
+    layout = ObjectLayout(0, 3, [region.address + base], [stride], [8])
+    kv = HostKVMemory(KVMemory((region,), (layout,)))
+    content = [kv.fill(0, block, block) for block in range(3)]
+    pool = torch.zeros(24, dtype=torch.uint8)
+    copier = copier_type(kv.memory, pool)
+    copier.store(0, np.arange(3), np.arange(3) * 8)
+    assert pool.numpy().tobytes() == b"".join(content)
+    copier.load(0, np.array([2]), np.array([0]))
+    assert kv.read(0, 2) == content[0]
+
+
+@pytest.mark.parametrize("shape", KVShape)
+def test_a_device_copies_through_a_bounded_buffer(monkeypatch, shape):
+    """Objects of odd lengths, fewer of them in the buffer than in the job."""
+    group = GroupShape(2, (24, 40, 17))
+    monkeypatch.setattr(device_copier, "STAGING_BYTES", 2 * group.object_bytes + 1)
+    kv = make_kv_memory(shape, [group], block_count=BLOCK_COUNT)
+    pool = torch.zeros(BLOCK_COUNT * group.object_bytes, dtype=torch.uint8)
+    copier = DeviceCopier(kv.memory, pool)
+    content = [kv.fill(0, block, block) for block in range(BLOCK_COUNT)]
+    blocks = np.arange(BLOCK_COUNT)
+    copier.store(0, blocks, blocks * group.object_bytes)
+    assert pool.numpy().tobytes() == b"".join(content)
+    kv.wipe()
+    copier.load(0, blocks, blocks * group.object_bytes)
+    assert [kv.read(0, block) for block in range(BLOCK_COUNT)] == content
+
+
+def test_an_object_longer_than_the_buffer_is_copied(monkeypatch):
+    monkeypatch.setattr(device_copier, "STAGING_BYTES", 1)
+    kv = make_kv_memory(KVShape.LBH, [GroupShape(1, (8,))], block_count=1)
+    pool = torch.zeros(8, dtype=torch.uint8)
+    content = kv.fill(0, 0, 1)
+    DeviceCopier(kv.memory, pool).store(0, np.array([0]), np.array([0]))
+    assert pool.numpy().tobytes() == content
+
+
+@pytest.mark.parametrize("copier_type", [HostCopier, DeviceCopier])
+def test_a_layout_outside_of_kv_memory_is_refused(copier_type):
+    kv = make_kv_memory(KVShape.LBH, [GroupShape(1, (8,))], block_count=4)
+    region = kv.memory.regions[0]
+    beyond = ObjectLayout(0, 5, [region.address], [8], [8])
+    with pytest.raises(BackendError, match="outside of KV memory"):
+        copier_type(KVMemory(kv.memory.regions, (beyond,)), torch.zeros(8, dtype=torch.uint8))
