@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from umbp.backends import embedded
-from umbp.backends.base import BACKEND_API, SchedulerSite, WorkerSite
+from umbp.backends.base import BACKEND_API, WorkerSite
 from umbp.backends.embedded import EmbeddedBackend, EmbeddedOptions
-from umbp.errors import BackendUnavailable, ConfigError, UsageError
+from umbp.errors import BackendUnavailable, ConfigError
 from umbp.options import option_table, parse_options
 
 
@@ -117,14 +117,6 @@ def test_mori_that_is_missing_is_said_at_open(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(BackendUnavailable, match="pip install"):
         EmbeddedBackend.open_worker(parse(capacity_bytes=1 << 20), site())
-
-
-def test_there_is_no_lookup_client() -> None:
-    scheduler = SchedulerSite(
-        namespace=bytes(16), rank_count=1, instance="test", lookup_timeout_ms=1
-    )
-    with pytest.raises(UsageError, match="no lookup client"):
-        EmbeddedBackend.open_lookup(parse(), scheduler)
 
 
 def test_importing_the_backend_imports_neither_mori_nor_torch() -> None:

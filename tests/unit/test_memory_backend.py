@@ -11,7 +11,6 @@ import pytest
 from umbp.backends.base import (
     BACKEND_API,
     KVMemory,
-    SchedulerSite,
     TransferJob,
     TransferOutcome,
     TransferPart,
@@ -20,7 +19,7 @@ from umbp.backends.base import (
 )
 from umbp.backends.memory import MemoryBackend, MemoryOptions, MemoryPool
 from umbp.backends.registry import find_backend
-from umbp.errors import BackendError, BackendStalled, ConfigError, UsageError
+from umbp.errors import BackendError, BackendStalled, ConfigError
 from umbp.testing.conformance import CHECKS
 from umbp.testing.kv_memory import GroupShape, KVShape, make_kv_memory
 
@@ -121,12 +120,6 @@ def test_it_is_found_by_name_and_is_a_backend():
     assert MemoryBackend.pool_in_worker
     assert MemoryBackend.options_type is MemoryOptions
     assert isinstance(Bench().pool, WorkerPool)
-
-
-def test_it_has_no_lookup_client():
-    site = SchedulerSite(namespace=bytes(16), rank_count=1, instance="test", lookup_timeout_ms=1)
-    with pytest.raises(UsageError, match="worker pools"):
-        MemoryBackend.open_lookup(MemoryOptions(), site)
 
 
 def test_total_capacity_is_shared_by_the_ranks():

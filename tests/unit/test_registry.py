@@ -149,9 +149,18 @@ def test_another_version_of_the_contract_is_refused(install: Install, api: str) 
 
 
 def test_missing_attributes_are_named(install: Install) -> None:
-    source = BACKEND.replace("def open_lookup", "def close_lookup")
+    source = BACKEND.replace("def open_worker", "def close_worker")
     install("sample", source.replace("pool_in_worker = True", "pass"))
-    assert "lacks pool_in_worker, open_lookup; install a version" in refusal("sample")
+    assert "lacks pool_in_worker, open_worker; install a version" in refusal("sample")
+
+
+def test_only_a_pool_elsewhere_needs_a_lookup_client(install: Install) -> None:
+    source = BACKEND.replace("def open_lookup", "def close_lookup")
+    install("here", source)
+    assert find_backend("here").pool_in_worker
+    elsewhere = source.replace("pool_in_worker = True", "pool_in_worker = False")
+    install("elsewhere", elsewhere, distribution="other-dist")
+    assert "lacks open_lookup; install a version" in refusal("elsewhere")
 
 
 def test_options_that_are_no_attrs_class_are_refused(install: Install) -> None:

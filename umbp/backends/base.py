@@ -9,8 +9,8 @@ A backend is a class that satisfies ``Backend``, named by an entry point in the 
 
 * ``WorkerPool``, one per worker process, moves bytes between KV memory and objects.
 * ``LookupClient``, one in the scheduler process, says which objects exist. A backend whose pool
-  lives in the workers (``pool_in_worker``) needs none: umbp asks every ``WorkerPool.contains`` over
-  a private Unix socket.
+  lives in the workers (``pool_in_worker``) has none: umbp asks every ``WorkerPool.contains`` over a
+  private Unix socket.
 
 Rules that hold for every implementation, and which the conformance tests check:
 
@@ -21,7 +21,8 @@ Rules that hold for every implementation, and which the conformance tests check:
 3. Every job that was handed to ``load`` or ``store`` comes back from ``poll`` exactly once, also
    after ``cancel`` and also when the other side is gone. Until then its KV memory is in use.
 4. ``load``, ``store``, ``poll``, ``cancel`` and ``take_evictions`` never block on I/O.
-5. Nothing but ``BackendError`` is raised after construction.
+5. Once KV memory is registered, nothing but ``BackendError`` is raised, and ``UsageError`` for a
+   job id that is still in use.
 """
 
 import enum
@@ -239,6 +240,7 @@ class WorkerPool(Protocol):
         """Makes KV memory known; called once, before any transfer.
 
         Raises:
+            ConfigError: An option does not fit this memory, such as a pool that holds no object.
             BackendError: The memory cannot be used.
         """
 
@@ -360,7 +362,7 @@ class SchedulerSite:
 
 
 class Backend(Protocol):
-    """What the entry point names. Stateless; the two ``open`` methods do the work.
+    """What the entry point names. Stateless; its ``open`` methods do the work.
 
     A backend that needs a library may also have a class method ``check_available() -> None``, which
     raises ``BackendUnavailable`` when it cannot be used here. Tools ask it before an engine starts.
@@ -384,9 +386,13 @@ class Backend(Protocol):
             BackendUnavailable: The other side, or a library, is not there.
         """
 
+
+class SharedBackend(Backend, Protocol):
+    """A backend whose pool lives elsewhere: ``pool_in_worker`` is False."""
+
     @classmethod
     def open_lookup(cls, options: Any, site: SchedulerSite) -> LookupClient:
-        """Opens the scheduler's side; called only when ``pool_in_worker`` is False.
+        """Opens the scheduler's side.
 
         Raises:
             ConfigError: An option cannot work here.

@@ -15,7 +15,7 @@ it may be gone, and that is a miss.
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Final, NoReturn
+from typing import Any, ClassVar, Final
 
 import attrs
 
@@ -24,7 +24,6 @@ from umbp.backends.base import (
     JobResult,
     KVMemory,
     PoolStats,
-    SchedulerSite,
     TransferJob,
     TransferOutcome,
     WorkerSite,
@@ -318,12 +317,3 @@ class EmbeddedBackend:
         capacity_bytes = options.resolve_capacity_bytes(site.rank_count)
         library = load_mori(options.log_level, default_read_lease_ms=_READ_LEASE_MS)
         return EmbeddedPool(options, site, capacity_bytes, library)
-
-    @classmethod
-    def open_lookup(cls, options: EmbeddedOptions, site: SchedulerSite) -> NoReturn:
-        """Is never called: the pools live in the workers, which umbp asks itself.
-
-        Raises:
-            UsageError: Always.
-        """
-        raise UsageError("backend embedded has its pools in the workers and no lookup client")

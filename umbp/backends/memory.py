@@ -8,7 +8,7 @@ contract in ``umbp.backends.base`` means is what this backend does.
 import itertools
 import logging
 from collections.abc import Sequence
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import attrs
 
@@ -19,7 +19,6 @@ from umbp.backends.base import (
     KVMemory,
     ObjectLayout,
     PoolStats,
-    SchedulerSite,
     TransferJob,
     TransferOutcome,
     TransferPart,
@@ -212,12 +211,3 @@ class MemoryBackend:
     def open_worker(cls, options: Any, site: WorkerSite) -> MemoryPool:
         """See ``Backend.open_worker``."""
         return MemoryPool(options, site)
-
-    @classmethod
-    def open_lookup(cls, options: Any, site: SchedulerSite) -> NoReturn:
-        """See ``Backend.open_lookup``; never called, since the pool is in the worker.
-
-        Raises:
-            UsageError: Always.
-        """
-        raise UsageError("the memory backend has no lookup client: ask its worker pools")

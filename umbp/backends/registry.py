@@ -16,7 +16,7 @@ from umbp.errors import ConfigError
 
 ENTRY_POINT_GROUP: Final = "umbp.backends"
 
-_ATTRIBUTES: Final = ("options_type", "pool_in_worker", "open_worker", "open_lookup")
+_ATTRIBUTES: Final = ("options_type", "pool_in_worker", "open_worker")
 """What the contract asks of a backend beside ``api``, which is checked first."""
 
 
@@ -116,7 +116,10 @@ def _check(backend: InstalledBackend, loaded: Any) -> None:
             f"backend {backend} has api {api!r}, this umbp needs api {BACKEND_API}; "
             f"install versions of {backend.distribution} and umbp that go together"
         )
-    missing = [name for name in _ATTRIBUTES if not hasattr(loaded, name)]
+    needed = list(_ATTRIBUTES)
+    if not getattr(loaded, "pool_in_worker", True):
+        needed.append("open_lookup")
+    missing = [name for name in needed if not hasattr(loaded, name)]
     if missing:
         raise ConfigError(
             f"backend {backend}: {backend.target} lacks {', '.join(missing)}; "

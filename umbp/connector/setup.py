@@ -2,11 +2,17 @@
 """Opens the two sides: backend, sockets, core, in the order in which they need each other."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from umbp.backends.base import LookupClient, SchedulerSite, WorkerPool, WorkerSite
+from umbp.backends.base import (
+    LookupClient,
+    SchedulerSite,
+    SharedBackend,
+    WorkerPool,
+    WorkerSite,
+)
 from umbp.backends.lookup_client import SocketLookupClient
 from umbp.backends.lookup_server import LookupServer
 from umbp.connector.config import ConnectorConfig
@@ -66,7 +72,8 @@ def _open_lookup(config: ConnectorConfig, keyspace: KeySpace) -> LookupClient:
         instance=config.instance(keyspace),
         lookup_timeout_ms=timeout_ms,
     )
-    return config.backend.open_lookup(config.backend_options, site)
+    shared = cast(type[SharedBackend], config.backend)
+    return shared.open_lookup(config.backend_options, site)
 
 
 def open_worker_parts(

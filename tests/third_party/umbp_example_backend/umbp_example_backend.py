@@ -13,7 +13,6 @@ from umbp.backends.base import (
     JobResult,
     KVMemory,
     PoolStats,
-    SchedulerSite,
     TransferJob,
     TransferOutcome,
     WorkerSite,
@@ -184,7 +183,3 @@ class DictBackend:
     @classmethod
     def open_worker(cls, options: DictOptions, site: WorkerSite) -> DictPool:
         return DictPool(options, site)
-
-    @classmethod
-    def open_lookup(cls, options: DictOptions, site: SchedulerSite) -> Any:
-        raise UsageError("the pool is in the workers; umbp asks DictPool.contains itself")
