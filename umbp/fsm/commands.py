@@ -6,13 +6,12 @@ Commands are performed in the order in which they are returned, before the next 
 
 from typing import TypeAlias
 
-import attrs
-
 from umbp.fsm.lease import TransferLease
 from umbp.fsm.request import RequestContext
+from umbp.fsm.values import value
 
 
-@attrs.frozen(eq=False)
+@value(eq=False)
 class StartLookup:
     """Ask the backend how far the KV of a request exists.
 
@@ -30,14 +29,14 @@ class StartLookup:
     end_tokens: int
 
 
-@attrs.frozen(eq=False)
+@value(eq=False)
 class DropLookup:
     """Forget a question; its answer is of no use any more."""
 
     question_id: int
 
 
-@attrs.frozen(eq=False)
+@value(eq=False)
 class StartLoad:
     """Hand a load to every worker in the metadata of the step being planned.
 
@@ -48,25 +47,26 @@ class StartLoad:
     lease: TransferLease
 
 
-@attrs.frozen(eq=False)
+@value(eq=False)
 class StartStore:
     """Pin the source blocks NOW, then hand a store to every worker in the next metadata.
 
     The pin comes first because the engine may free the blocks in the same scheduling step.
-    Give ``LeaseSent`` when it is in the metadata. Each rank answers exactly once.
+    Give ``LeaseSent`` when it is in the metadata. Each rank answers exactly once. A lease that is
+    released before that must not be handed over any more: its blocks are not held.
     """
 
     lease: TransferLease
 
 
-@attrs.frozen(eq=False)
+@value(eq=False)
 class CancelTransfer:
     """Ask every worker to end a transfer early. It ends by its answers, not by this."""
 
     lease: TransferLease
 
 
-@attrs.frozen(eq=False)
+@value(eq=False)
 class ReleasePins:
     """Give back the pins of a store: every rank has answered. Exactly once for each pin."""
 

@@ -12,10 +12,14 @@ from typing import Any, TypeAlias
 
 from transitions import Machine, Transition
 
-from umbp.fsm.table import Row
+from umbp.fsm.limits import CoreLimits
+from umbp.fsm.table import STAY, Deadline, Row
 
 Effect: TypeAlias = Callable[[Any, Any, Any], None]
-Dispatch: TypeAlias = Mapping[Any, Mapping[type[Any], tuple[Any, Effect | None]]]
+Dispatch: TypeAlias = Mapping[Any, Mapping[type[Any], tuple[Any, Row]]]
+"""``dispatch[state][event class] -> (next state, row)``"""
+Steps: TypeAlias = dict[Any, dict[type[Any], tuple[Any, Effect | None, float | None]]]
+"""``steps[state][event class] -> (next state, effect, seconds that bound the next state)``"""
 
 
 class EffectTransition(Transition):
@@ -47,17 +51,44 @@ def build_machine(states: type[enum.Enum], table: Sequence[Row]) -> EffectMachin
 
 
 def compile_dispatch(machine: EffectMachine, states: type[enum.Enum]) -> Dispatch:
-    """Reads ``dispatch[state][event class] -> (next state, effect)`` back from a machine.
+    """Reads a dispatch dictionary back from a machine.
 
     Raises:
-        ValueError: Two rows take the same event in the same state, or a row has a guard.
+        ValueError: Two rows take the same event in the same state, a row has a guard, or one names
+            what is no state.
     """
-    dispatch: dict[Any, dict[type[Any], tuple[Any, Effect | None]]] = {s: {} for s in states}
+    dispatch: dict[Any, dict[type[Any], tuple[Any, Row]]] = {state: {} for state in states}
     for source, dest, row in _rows(machine):
+        for name in (source, dest):
+            if name not in states.__members__:
+                raise ValueError(f"row for {row.event.__name__} names {name}, which is no state")
         if row.event in dispatch[states[source]]:
             raise ValueError(f"two rows for {row.event.__name__} in {source}")
-        dispatch[states[source]][row.event] = (states[dest], row.effect)
+        dispatch[states[source]][row.event] = (states[dest], row)
     return dispatch
+
+
+def compile_steps(
+    dispatch: Dispatch, deadlines: Mapping[Any, Deadline], limits: CoreLimits
+) -> Steps:
+    """Works out what each event does under given limits.
+
+    The seconds are None after ``STAY``, where the time of the state runs on, and in a state that
+    has no deadline.
+    """
+
+    def period_s(dest: Any, row: Row) -> float | None:
+        if row.dest == STAY:
+            return None
+        deadline = row.deadline or deadlines.get(dest)
+        return None if deadline is None else float(getattr(limits, deadline.limit))
+
+    return {
+        state: {
+            event: (dest, row.effect, period_s(dest, row)) for event, (dest, row) in rows.items()
+        }
+        for state, rows in dispatch.items()
+    }
 
 
 def _rows(machine: EffectMachine) -> Iterator[tuple[str, str, Row]]:

@@ -6,19 +6,28 @@ It never blocks, reads no clock and draws no random number: time comes in with e
 """
 
 import enum
+import itertools
+import math
 from collections.abc import Callable
 from typing import Any, Final, TypeAlias
 
 from umbp.errors import IllegalTransition, UsageError
 from umbp.fsm import commands, events
-from umbp.fsm.compile import build_machine, compile_dispatch
-from umbp.fsm.counters import CoreCounters
+from umbp.fsm.compile import build_machine, compile_dispatch, compile_steps
+from umbp.fsm.counters import CoreCounters, Decline
 from umbp.fsm.deadlines import DeadlineQueue
-from umbp.fsm.lease import LeaseKind, LeasePart, LeaseState, TransferLease
+from umbp.fsm.lease import LeaseKind, LeaseState, TransferLease
 from umbp.fsm.limits import CoreLimits
 from umbp.fsm.quarantine import Quarantine
 from umbp.fsm.request import RequestContext, RequestState
-from umbp.fsm.table import LEASE_TABLE, REQUEST_TABLE
+from umbp.fsm.table import (
+    LEASE_DEADLINES,
+    LEASE_TABLE,
+    QUESTION_DEADLINE,
+    REQUEST_DEADLINES,
+    REQUEST_TABLE,
+    Deadline,
+)
 
 REQUEST_MACHINE: Final = build_machine(RequestState, REQUEST_TABLE)
 LEASE_MACHINE: Final = build_machine(LeaseState, LEASE_TABLE)
@@ -27,21 +36,27 @@ _DISPATCH: Final = {
     **compile_dispatch(LEASE_MACHINE, LeaseState),
 }
 
+# Members that every lifecycle asks for: before Python 3.12 each look-up in an enum is slow.
+_LOOKUP: Final = RequestState.LOOKUP
+_LOADING: Final = RequestState.LOADING
+_RUNNING: Final = RequestState.RUNNING
+_STORING: Final = RequestState.STORING
+_SUBMITTED: Final = LeaseState.SUBMITTED
+_FAILED: Final = LeaseState.FAILED
+
 # Events without content, made once.
-_LOOKUP_EXPIRED: Final = events.LookupExpired()
-_LOAD_EXPIRED: Final = events.LoadExpired()
 _LOAD_SETTLED: Final = events.LoadSettled()
 _LOAD_FAILED: Final = events.LoadFailed()
 _SYNC_LOAD_FAILED: Final = events.SyncLoadFailed()
 _LEASE_CLOSED: Final = events.LeaseClosed()
-_STORE_EXPIRED: Final = events.StoreExpired()
 _LEASES_DRAINED: Final = events.LeasesDrained()
-_FORGOTTEN: Final = events.Forgotten()
 _RANK_ANSWERED: Final = events.RankAnswered()
 _ALL_RANKS_SUCCEEDED: Final = events.AllRanksSucceeded()
 _SOME_RANK_FAILED: Final = events.SomeRankFailed()
-_LEASE_EXPIRED: Final = events.LeaseExpired()
 _LEASE_RELEASED: Final = events.LeaseReleased()
+_QUESTION_EXPIRED: Final = QUESTION_DEADLINE.event()
+_DEADLINES: Final[dict[Any, Deadline]] = {**REQUEST_DEADLINES, **LEASE_DEADLINES}
+_EXPIRED: Final = {state: deadline.event() for state, deadline in _DEADLINES.items()}
 
 Commands: TypeAlias = list[commands.Command]
 
@@ -72,6 +87,8 @@ class Core:
         sync_loads: Synchronous loads that are open.
         local_cache_tainted: The engine's own cache may share KV from before the last reset.
         now_s: Time of the call in progress.
+        emit: Adds a command to the answer of the call in progress.
+        next_id: Returns a number that it never returned before.
     """
 
     def __init__(self, limits: CoreLimits) -> None:
@@ -82,15 +99,20 @@ class Core:
         self.filling: dict[str, RequestContext] = {}
         self.counters = CoreCounters()
         self.quarantine = Quarantine(limits.quarantine_s)
-        self.deadlines = DeadlineQueue()
+        self.deadlines: DeadlineQueue[RequestContext | TransferLease] = DeadlineQueue()
         self.pinned_blocks = 0
         self.sync_loads = 0
         self.local_cache_tainted = False
         self.now_s = 0.0
         self._all_ranks = (1 << limits.rank_count) - 1
-        self._last_id = 0
+        self._table = compile_steps(_DISPATCH, _DEADLINES, limits)
+        # No row leads to the state in which a lease is made.
+        self._submitted_s: float = getattr(limits, LEASE_DEADLINES[_SUBMITTED].limit)
+        # Bound methods of C objects: these two are called most of all.
         self._out: Commands = []
-        self._steps: dict[type[Any], Callable[[Any], None]] = {
+        self.emit: Callable[[commands.Command], None] = self._out.append
+        self.next_id: Callable[[], int] = itertools.count(1).__next__
+        self._handlers: dict[type[Any], Callable[[Any], None]] = {
             events.LookupAsked: self._on_lookup_asked,
             events.LookupSkipped: self._on_lookup_asked,
             events.LookupAnswered: self._on_lookup_answered,
@@ -98,10 +120,10 @@ class Core:
             events.ComputeAdmitted: self._on_request_event,
             events.BlocksFilled: self._on_request_event,
             events.Preempted: self._on_request_event,
-            events.RequestFinished: self._on_request_finished,
+            events.RequestFinished: self._on_request_event,
             events.LeaseSent: self._on_lease_sent,
-            events.RankSucceeded: self._on_rank_succeeded,
-            events.RankFailed: self._on_rank_failed,
+            events.RankSucceeded: self._on_rank_answered,
+            events.RankFailed: self._on_rank_answered,
             events.EpochRaised: self._on_epoch_raised,
         }
 
@@ -122,24 +144,30 @@ class Core:
             UsageError: The event's content does not fit its subject. Nothing was changed.
         """
         self.now_s = now_s
-        try:
-            self._steps[type(event)](event)
-        except BaseException:
-            self._out = []
-            raise
-        return self._take()
+        take = self._handlers.get(type(event))
+        if take is None:
+            raise UsageError(f"{type(event).__name__} is not an event from outside")
+        take(event)
+        out = self._out.copy()
+        self._out.clear()
+        return out
 
     def tick(self, now_s: float) -> Commands:
         """Brings in every deadline that has passed."""
         self.now_s = now_s
         while (subject := self.deadlines.due(now_s)) is not None:
             if isinstance(subject, TransferLease):
-                self._fire(subject, _LEASE_EXPIRED)
-                if subject.state is LeaseState.FAILED:
+                self._fire(subject, _EXPIRED[subject.state])
+                if subject.state is _FAILED:
                     self._close(subject)
-            elif isinstance(subject, RequestContext):
-                self._expire(subject)
-        return self._take()
+            elif subject.question_id is not None:
+                self._fire(subject, _QUESTION_EXPIRED)
+            else:
+                self._fire(subject, _EXPIRED[subject.state])
+                self._drain(subject)
+        out = self._out.copy()
+        self._out.clear()
+        return out
 
     # ------------------------------------------------------------ questions, which move nothing
 
@@ -155,7 +183,7 @@ class Core:
             Tokens beyond ``local_tokens`` that can be loaded, or what to do instead.
         """
         request = self.requests.get(request_id)
-        if request is None or request.state is not RequestState.LOOKUP:
+        if request is None or request.state is not _LOOKUP:
             return LookupReply.ASK
         if request.question_id is not None:
             return LookupReply.WAIT if local_tokens >= request.local_tokens else LookupReply.ASK
@@ -180,44 +208,46 @@ class Core:
         Returns:
             ``(begin, end)``, multiples of the unit, for ``BlocksFilled``; None for nothing now.
         """
-        if request.state is not RequestState.RUNNING or request.epoch != self.epoch:
+        span = self.filled_span(request, computed_tokens)
+        if span is None:
             return None
-        end = min(computed_tokens, request.store_end_tokens)
-        end -= end % self.limits.unit_tokens
-        begin = request.planned_tokens
-        if end <= begin or request.store_barred:
+        decline = self.decline(span)
+        if decline is not None:
+            self.counters.count(decline)
             return None
-        if self.sync_loads:
-            self.counters.declined_sync_load += 1
-            return None
-        if len(self.leases) >= self.limits.open_leases_max:
-            self.counters.declined_lease_limit += 1
-            return None
-        blocks = (end - begin) // self.limits.unit_tokens
-        if self.pinned_blocks + blocks > self.limits.pinned_blocks_max:
-            self.counters.declined_pin_limit += 1
-            return None
-        return begin, end
+        return span
 
     # ------------------------------------------------------------ for the effects
 
-    def emit(self, command: commands.Command) -> None:
-        """Adds a command to the answer of the call in progress."""
-        self._out.append(command)
+    def filled_span(self, request: RequestContext, computed_tokens: int) -> tuple[int, int] | None:
+        """Returns the tokens of a request that are computed and not stored yet, in whole units."""
+        if request.state is not _RUNNING or request.epoch != self.epoch:
+            return None
+        end = min(computed_tokens, request.store_end_tokens)
+        end -= end % self.limits.unit_tokens
+        if end <= request.planned_tokens or request.store_barred:
+            return None
+        return request.planned_tokens, end
 
-    def next_id(self) -> int:
-        """Returns a number that was never returned before."""
-        self._last_id += 1
-        return self._last_id
+    def decline(self, span: tuple[int, int]) -> Decline | None:
+        """Says why a span of tokens ``(begin, end)`` cannot be stored now; None if it can."""
+        if self.sync_loads:
+            return "declined_sync_load"
+        if len(self.leases) >= self.limits.open_leases_max:
+            return "declined_lease_limit"
+        blocks = (span[1] - span[0]) // self.limits.unit_tokens
+        if self.pinned_blocks + blocks > self.limits.pinned_blocks_max:
+            return "declined_pin_limit"
+        return None
 
     def open_lease(
         self,
         request: RequestContext,
         kind: LeaseKind,
-        parts: tuple[LeasePart, ...],
-        span: tuple[int, int],
+        event: "events.LoadAdmitted | events.BlocksFilled",
+        block_count: int,
     ) -> TransferLease:
-        """Makes a lease for a span of tokens ``(begin, end)`` of a request."""
+        """Makes the lease of an event that moves ``block_count`` blocks."""
         job_id = self.next_id()
         lease = TransferLease(
             job_id,
@@ -225,14 +255,15 @@ class Core:
             request.generation,
             kind,
             request.epoch,
-            parts,
-            span[0],
-            span[1],
+            event.parts,
+            block_count,
+            event.begin_tokens,
+            event.end_tokens,
             self._all_ranks,
         )
         self.leases[job_id] = lease
         request.open_leases += 1
-        self.deadlines.set(lease, self.now_s + self.limits.transfer_timeout_s)
+        self.deadlines.set(lease, self.now_s + self._submitted_s)
         return lease
 
     def note_filling(self, request: RequestContext) -> None:
@@ -253,31 +284,25 @@ class Core:
             request.store_barred = True
         self.filling.clear()
 
-    def drop_request(self, request: RequestContext) -> None:
-        """Takes a context out of ``requests``; its leases still know it."""
-        if self.requests.get(request.request_id) is request:
-            del self.requests[request.request_id]
-
     # ------------------------------------------------------------ classification
 
-    def _take(self) -> Commands:
-        out, self._out = self._out, []
-        return out
-
     def _fire(self, subject: "RequestContext | TransferLease", event: Any) -> None:
-        row = _DISPATCH[subject.state].get(type(event))
-        if row is None:
-            raise IllegalTransition(subject.identity, subject.state.name, type(event).__name__)
-        dest, effect = row
+        try:
+            dest, effect, period_s = self._table[subject.state][type(event)]
+        except KeyError:
+            raise IllegalTransition(
+                subject.identity, subject.state.name, type(event).__name__
+            ) from None
         if effect is not None:
             effect(self, subject, event)
         subject.state = dest
-
-    def _live(self, request_id: str, event: Any) -> RequestContext:
-        request = self.requests.get(request_id)
-        if request is None:
-            raise IllegalTransition(f"request {request_id}", "UNKNOWN", type(event).__name__)
-        return request
+        if period_s is not None:
+            deadline_s = self.now_s + period_s
+            if deadline_s < subject.wake_s:
+                self.deadlines.set(subject, deadline_s)
+            else:
+                # It moves later, as it nearly always does: the queue finds out by itself.
+                subject.deadline_s = deadline_s
 
     def _on_lookup_asked(self, event: events.LookupAsked) -> None:
         request = self.requests.get(event.request_id)
@@ -286,11 +311,8 @@ class Core:
             request = RequestContext(event.request_id, event.source, self.next_id(), self.epoch)
             self._fire(request, event)
             self.requests[event.request_id] = request
-            return
-        if request.state in (RequestState.LOADING, RequestState.RUNNING):
-            # The engine starts a request over only after it took its blocks back.
-            self._fire(request, events.Preempted(event.request_id))
-        self._fire(request, event)
+        else:
+            self._fire(request, event)
 
     def _on_lookup_answered(self, event: events.LookupAnswered) -> None:
         request = self.requests.get(event.request_id)
@@ -302,14 +324,14 @@ class Core:
     def _on_request_event(
         self,
         event: "events.LoadAdmitted | events.ComputeAdmitted | events.BlocksFilled"
-        " | events.Preempted",
+        " | events.Preempted | events.RequestFinished",
     ) -> None:
-        self._fire(self._live(event.request_id, event), event)
-
-    def _on_request_finished(self, event: events.RequestFinished) -> None:
-        request = self._live(event.request_id, event)
+        request = self.requests.get(event.request_id)
+        if request is None:
+            raise IllegalTransition(f"request {event.request_id}", "UNKNOWN", type(event).__name__)
         self._fire(request, event)
-        self._drain(request)
+        if request.state is _STORING:
+            self._drain(request)
 
     def _on_lease_sent(self, event: events.LeaseSent) -> None:
         lease = self.leases.get(event.job_id)
@@ -317,49 +339,36 @@ class Core:
             raise UsageError(f"transfer {event.job_id} is not open")
         self._fire(lease, event)
 
-    def _on_rank_succeeded(self, event: events.RankSucceeded) -> None:
-        lease = self._answered(event.job_id, event.rank)
-        if lease is None:
-            return
-        if lease.ranks_left:
-            self._fire(lease, _RANK_ANSWERED)
-        else:
-            self._settle(lease)
-
-    def _on_rank_failed(self, event: events.RankFailed) -> None:
-        lease = self._answered(event.job_id, event.rank)
-        if lease is None:
-            return
-        lease.failed = True
-        lease.attempted = lease.attempted or event.attempted
-        if event.attempted and lease.kind is LeaseKind.LOAD:
-            self.quarantine.add(event.failed_hashes, self.now_s)
-        if lease.ranks_left:
-            self._fire(lease, _RANK_ANSWERED)
-        else:
-            self._settle(lease)
-
-    def _answered(self, job_id: int, rank: int) -> TransferLease | None:
-        lease = self.leases.get(job_id)
-        bit = 1 << rank
+    def _on_rank_answered(self, event: "events.RankSucceeded | events.RankFailed") -> None:
+        lease = self.leases.get(event.job_id)
+        bit = 1 << event.rank
         if lease is None or not lease.ranks_left & bit:
             self.counters.answers_unknown += 1
-            return None
-        if lease.state is LeaseState.SUBMITTED:
-            raise IllegalTransition(lease.identity, lease.state.name, "RankAnswered")
+            return
+        if lease.state is _SUBMITTED:
+            raise IllegalTransition(lease.identity, lease.state.name, type(event).__name__)
         lease.ranks_left &= ~bit
-        return lease
+        if isinstance(event, events.RankFailed):
+            self._note_failure(lease, event)
+        if lease.ranks_left:
+            self._fire(lease, _RANK_ANSWERED)
+        else:
+            self._fire(lease, _SOME_RANK_FAILED if lease.failed else _ALL_RANKS_SUCCEEDED)
+            self._close(lease)
 
-    def _settle(self, lease: TransferLease) -> None:
-        self._fire(lease, _SOME_RANK_FAILED if lease.failed else _ALL_RANKS_SUCCEEDED)
-        self._close(lease)
+    def _note_failure(self, lease: TransferLease, event: events.RankFailed) -> None:
+        lease.failed = True
+        lease.attempted = lease.attempted or event.attempted
+        if event.attempted and lease.kind is LeaseKind.LOAD and lease.epoch == self.epoch:
+            self.quarantine.add(event.failed_hashes, self.now_s)
 
     def _close(self, lease: TransferLease) -> None:
         """Releases a lease that has ended, and tells its request."""
         del self.leases[lease.job_id]
         self._fire(lease, _LEASE_RELEASED)
+        self.deadlines.set(lease, math.inf)
         request = lease.request
-        if request.state is not RequestState.LOADING or request.load_job_id != lease.job_id:
+        if request.state is not _LOADING or request.load_job_id != lease.job_id:
             self._fire(request, _LEASE_CLOSED)
             self._drain(request)
         elif not lease.failed:
@@ -370,20 +379,9 @@ class Core:
             self._fire(request, _LOAD_FAILED)
 
     def _drain(self, request: RequestContext) -> None:
-        if request.state is RequestState.STORING and not request.open_leases:
+        if request.state is _STORING and not request.open_leases:
             self._fire(request, _LEASES_DRAINED)
-
-    def _expire(self, request: RequestContext) -> None:
-        state = request.state
-        if state is RequestState.LOOKUP and request.question_id is not None:
-            self._fire(request, _LOOKUP_EXPIRED)
-        elif state is RequestState.LOADING:
-            self._fire(request, _LOAD_EXPIRED)
-        elif state is RequestState.STORING:
-            self._fire(request, _STORE_EXPIRED)
-        elif state is not RequestState.FINISHED:
-            self._fire(request, _FORGOTTEN)
-            self._drain(request)
+            self.deadlines.set(request, math.inf)
 
     def _on_epoch_raised(self, event: events.EpochRaised) -> None:
         self.epoch += 1

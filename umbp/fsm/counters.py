@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the core counts. Every decline is silent otherwise, so each has its own number."""
 
+from typing import Literal, TypeAlias
+
 import attrs
+
+Decline: TypeAlias = Literal["declined_sync_load", "declined_lease_limit", "declined_pin_limit"]
+"""Why a store that is due is not planned now: the name of the counter."""
 
 
 @attrs.define
@@ -57,6 +62,10 @@ class CoreCounters:
     declined_stale_epoch: int = 0
     declined_barred: int = 0
     declined_sync_load: int = 0
+
+    def count(self, decline: Decline) -> None:
+        """Counts a store that was not planned."""
+        setattr(self, decline, getattr(self, decline) + 1)
 
     def as_dict(self) -> dict[str, int]:
         """Returns all counters by name."""

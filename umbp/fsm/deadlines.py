@@ -2,45 +2,62 @@
 """Which deadline is next, in O(log n) per change and O(1) per look.
 
 A deadline that moves later costs nothing: the entry that is already queued finds out when its time
-comes and queues itself again. So a subject has one entry that counts, at its ``wake_s``.
+comes and queues itself again. So a subject has one entry that counts, at its ``wake_s``. Other
+entries are dead; they are swept out when they may be the greater part.
 """
 
 import heapq
 import math
-from typing import Final, Protocol
+from typing import Final, Generic, Protocol, TypeVar
 
 _SWEEP_MIN: Final = 64
 
 
 class Timed(Protocol):
-    """A subject with a deadline: a request or a lease."""
+    """A subject with a deadline: a request or a lease.
+
+    Attributes:
+        deadline_s: When it is due; infinity for never.
+        wake_s: When the queue looks at it next; written by the queue only.
+    """
 
     deadline_s: float
     wake_s: float
 
+    @property
+    def number(self) -> int:
+        """No other subject ever has it, so that no two subjects are compared."""
 
-class DeadlineQueue:
+
+TimedT = TypeVar("TimedT", bound=Timed)
+
+
+class DeadlineQueue(Generic[TimedT]):
     """Deadlines of many subjects."""
 
     def __init__(self) -> None:
-        self._entries: list[tuple[float, int, Timed]] = []
-        self._sequence = 0
-        self._cleared = 0
+        self._entries: list[tuple[float, int, TimedT]] = []
+        # Entries that died since the last sweep. Some of them may have been met since.
+        self._dead = 0
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def set(self, subject: Timed, deadline_s: float) -> None:
+    def set(self, subject: TimedT, deadline_s: float) -> None:
         """Sets the deadline of a subject; infinity for none."""
         subject.deadline_s = deadline_s
-        if deadline_s < subject.wake_s:
+        wake_s = subject.wake_s
+        if deadline_s < wake_s:
             self._push(subject, deadline_s)
-        elif deadline_s == math.inf:
-            self._cleared += 1
-            if self._cleared > _SWEEP_MIN and 2 * self._cleared > len(self._entries):
-                self._sweep()
+            if wake_s == math.inf:
+                return
+        elif deadline_s != math.inf:
+            return
+        self._dead += 1
+        if self._dead > _SWEEP_MIN and 2 * self._dead > len(self._entries):
+            self._sweep()
 
-    def due(self, now_s: float) -> Timed | None:
+    def due(self, now_s: float) -> TimedT | None:
         """Returns one subject whose deadline has passed and clears its deadline; None if none."""
         entries = self._entries
         while entries and entries[0][0] <= now_s:
@@ -55,10 +72,9 @@ class DeadlineQueue:
                 self._push(subject, subject.deadline_s)
         return None
 
-    def _push(self, subject: Timed, wake_s: float) -> None:
+    def _push(self, subject: TimedT, wake_s: float) -> None:
         subject.wake_s = wake_s
-        self._sequence += 1
-        heapq.heappush(self._entries, (wake_s, self._sequence, subject))
+        heapq.heappush(self._entries, (wake_s, subject.number, subject))
 
     def _sweep(self) -> None:
         # Ended subjects would otherwise stay in memory until their last deadline comes round.
@@ -73,4 +89,4 @@ class DeadlineQueue:
                 kept.append(entry)
         heapq.heapify(kept)
         self._entries = kept
-        self._cleared = 0
+        self._dead = 0

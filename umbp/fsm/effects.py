@@ -2,11 +2,11 @@
 """What a transition writes and commands. The table names these; nothing else calls them.
 
 Every effect checks first and writes after, so that a refused event changes nothing. No effect
-writes a state: ``Core`` does that, from the table, when the effect has returned.
+writes a state or a deadline: ``Core`` does that, from the table, when the effect has returned.
 """
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from umbp.errors import UsageError
 from umbp.fsm import commands, events
@@ -15,6 +15,12 @@ from umbp.fsm.request import RequestContext, RequestState
 
 if TYPE_CHECKING:
     from umbp.fsm.core import Core
+
+# Members that every lifecycle asks for: before Python 3.12 each look-up in an enum is slow.
+_LOOKUP: Final = RequestState.LOOKUP
+_PREEMPTED: Final = RequestState.PREEMPTED
+_LOAD: Final = LeaseKind.LOAD
+_STORE: Final = LeaseKind.STORE
 
 # ---------------------------------------------------------------- requests
 
@@ -28,10 +34,11 @@ def ask_lookup(core: "Core", request: RequestContext, event: events.LookupAsked)
             f"{request.identity}: nothing to look up from {event.local_tokens} to "
             f"{event.limit_tokens} in units of {unit}"
         )
+    if request.load_barred:
+        raise UsageError(f"{request.identity}: a load failed; give LookupSkipped")
     _begin_question(core, request, event)
     request.question_id = core.next_id()
     request.hit_end_tokens = None
-    core.deadlines.set(request, core.now_s + core.limits.lookup_timeout_s)
     core.counters.lookups += 1
     core.emit(commands.StartLookup(request, event.local_tokens, end))
 
@@ -41,15 +48,16 @@ def skip_lookup(core: "Core", request: RequestContext, event: events.LookupSkipp
     _begin_question(core, request, event)
     request.hit_end_tokens = event.local_tokens
     request.answered_s = math.inf
-    core.deadlines.set(request, core.now_s + core.limits.idle_timeout_s)
 
 
 def _begin_question(core: "Core", request: RequestContext, event: events.LookupAsked) -> None:
-    _drop_question(core, request)
-    if request.state is not RequestState.LOOKUP:
+    if request.state is _LOOKUP:
+        _drop_question(core, request)
+    else:
+        if request.state is not _PREEMPTED:
+            preempt(core, request, event)
         # A new life: what is in flight for the old one must not be taken for its own.
         request.generation = core.next_id()
-        request.load_job_id = None
         request.store_barred = False
         request.planned_tokens = 0
     request.epoch = core.epoch
@@ -69,7 +77,6 @@ def take_answer(core: "Core", request: RequestContext, event: events.LookupAnswe
     request.question_id = None
     request.hit_end_tokens = event.hit_end_tokens
     request.answered_s = core.now_s
-    core.deadlines.set(request, core.now_s + core.limits.idle_timeout_s)
     if event.hit_end_tokens > request.local_tokens:
         core.counters.lookup_hits += 1
     else:
@@ -81,7 +88,6 @@ def expire_lookup(core: "Core", request: RequestContext, _: events.LookupExpired
     _drop_question(core, request)
     request.hit_end_tokens = request.local_tokens
     request.answered_s = core.now_s
-    core.deadlines.set(request, core.now_s + core.limits.idle_timeout_s)
     core.counters.lookups_expired += 1
 
 
@@ -90,7 +96,6 @@ def restart_lookup(core: "Core", request: RequestContext, _: events.EpochRaised)
     _drop_question(core, request)
     request.hit_end_tokens = None
     request.epoch = core.epoch
-    core.deadlines.set(request, core.now_s + core.limits.idle_timeout_s)
 
 
 def start_load(core: "Core", request: RequestContext, event: events.LoadAdmitted) -> None:
@@ -101,14 +106,12 @@ def start_load(core: "Core", request: RequestContext, event: events.LoadAdmitted
             f"{request.identity}: load of tokens {event.begin_tokens} to {event.end_tokens}, but "
             f"{request.local_tokens} to {found_tokens} were found"
         )
-    _check_blocks(core, request, event)
-    lease = core.open_lease(
-        request, LeaseKind.LOAD, event.parts, (event.begin_tokens, event.end_tokens)
-    )
+    block_count = _count_blocks(core, request, event)
+    lease = core.open_lease(request, _LOAD, event, block_count)
     lease.synchronous = event.synchronous
     request.load_job_id = lease.job_id
-    _admit(core, request, event.begin_tokens, event.end_tokens)
-    core.deadlines.set(request, core.now_s + core.limits.transfer_timeout_s)
+    request.planned_tokens = event.end_tokens
+    _bar_if_tainted(core, request, event.begin_tokens)
     core.counters.loads_started += 1
     core.emit(commands.StartLoad(lease))
     if event.synchronous:
@@ -116,9 +119,9 @@ def start_load(core: "Core", request: RequestContext, event: events.LoadAdmitted
         core.note_filling(request)
 
 
-def _check_blocks(
+def _count_blocks(
     core: "Core", request: RequestContext, event: "events.LoadAdmitted | events.BlocksFilled"
-) -> None:
+) -> int:
     blocks, rest = divmod(event.end_tokens - event.begin_tokens, core.limits.unit_tokens)
     for part in event.parts:
         if rest or len(part.block_ids) != blocks:
@@ -126,19 +129,23 @@ def _check_blocks(
                 f"{request.identity}: {len(part.block_ids)} blocks of group {part.group_index} for "
                 f"tokens {event.begin_tokens} to {event.end_tokens}"
             )
+    return blocks * len(event.parts)
 
 
 def start_compute(core: "Core", request: RequestContext, event: events.ComputeAdmitted) -> None:
     """Lets the life begin without a load."""
     _drop_question(core, request)
-    _admit(core, request, event.computed_tokens, event.computed_tokens)
-    core.deadlines.set(request, core.now_s + core.limits.idle_timeout_s)
+    # A block that this life begins in the middle of is its own to store: it completes it.
+    known_tokens = event.computed_tokens - event.computed_tokens % core.limits.unit_tokens
+    request.planned_tokens = max(request.planned_tokens, known_tokens)
+    if request.state is _LOOKUP:
+        # While it runs, what it has is what its load has restored.
+        _bar_if_tainted(core, request, event.computed_tokens)
     core.note_filling(request)
 
 
-def _admit(core: "Core", request: RequestContext, local_tokens: int, known_tokens: int) -> None:
-    request.planned_tokens = max(request.planned_tokens, known_tokens)
-    if local_tokens and core.local_cache_tainted:
+def _bar_if_tainted(core: "Core", request: RequestContext, local_tokens: int) -> None:
+    if local_tokens and core.local_cache_tainted and not request.store_barred:
         # Shared through the engine's own cache from before a reset that could not empty it.
         request.store_barred = True
         core.counters.declined_barred += 1
@@ -146,18 +153,16 @@ def _admit(core: "Core", request: RequestContext, local_tokens: int, known_token
 
 def start_store(core: "Core", request: RequestContext, event: events.BlocksFilled) -> None:
     """Opens a store lease for blocks that this step fills."""
-    if (event.begin_tokens, event.end_tokens) != core.storable(request, event.end_tokens):
+    span = (event.begin_tokens, event.end_tokens)
+    if span != core.filled_span(request, event.end_tokens) or core.decline(span):
         raise UsageError(
             f"{request.identity}: tokens {event.begin_tokens} to {event.end_tokens} are not "
             f"storable now"
         )
-    _check_blocks(core, request, event)
-    lease = core.open_lease(
-        request, LeaseKind.STORE, event.parts, (event.begin_tokens, event.end_tokens)
-    )
+    block_count = _count_blocks(core, request, event)
+    lease = core.open_lease(request, _STORE, event, block_count)
     request.planned_tokens = event.end_tokens
-    core.deadlines.set(request, core.now_s + core.limits.idle_timeout_s)
-    core.pinned_blocks += lease.block_count
+    core.pinned_blocks += block_count
     core.counters.stores_started += 1
     core.note_filling(request)
     core.emit(commands.StartStore(lease))
@@ -178,33 +183,21 @@ def fail_load(core: "Core", request: RequestContext, _: events.LoadFailed) -> No
 
 
 def fail_sync_load(core: "Core", request: RequestContext, _: events.SyncLoadFailed) -> None:
-    """Bars the stores of every life that may have read the blocks which were not filled.
-
-    The engine puts the blocks of a synchronous load into its own prefix cache before the load has
-    ended, so that any request of the same step may share them.
-    """
+    """Lets the engine compute the step again, and never tries again for this request."""
     _close_load(core, request)
     request.load_barred = True
-    core.bar_all_stores()
 
 
 def _close_load(core: "Core", request: RequestContext) -> None:
     request.open_leases -= 1
     request.load_job_id = None
-    core.deadlines.set(request, core.now_s + core.limits.idle_timeout_s)
 
 
-def expire_load(core: "Core", request: RequestContext, _: events.LoadExpired) -> None:
-    """Waits on: the lease has its own deadline, which cancels the transfer."""
-    core.deadlines.set(request, core.now_s + core.limits.transfer_timeout_s)
-
-
-def preempt(core: "Core", request: RequestContext, _: events.Preempted) -> None:
+def preempt(core: "Core", request: RequestContext, _: Any) -> None:
     """Ends a life. Its open transfers go on and release their own pins."""
     request.load_job_id = None
     request.hit_end_tokens = None
     core.filling.pop(request.request_id, None)
-    core.deadlines.set(request, core.now_s + core.limits.idle_timeout_s)
     core.counters.preemptions += 1
 
 
@@ -217,37 +210,20 @@ def finish_request(core: "Core", request: RequestContext, _: Any) -> None:
     """Lets go of a request; its open transfers keep the context alive."""
     _drop_question(core, request)
     core.filling.pop(request.request_id, None)
-    core.drop_request(request)
-    core.deadlines.set(request, core.now_s + core.limits.transfer_timeout_s)
+    del core.requests[request.request_id]
 
 
 def forget_request(core: "Core", request: RequestContext, event: events.Forgotten) -> None:
-    """As ``finish_request``, for a request whose end was never reported."""
+    """Lets go of a request whose end was never reported."""
     finish_request(core, request, event)
     core.counters.requests_forgotten += 1
-
-
-def expire_store(core: "Core", request: RequestContext, _: events.StoreExpired) -> None:
-    """Waits on: each lease has its own deadline, which cancels the transfer."""
-    core.deadlines.set(request, core.now_s + core.limits.transfer_timeout_s)
-
-
-def drain(core: "Core", request: RequestContext, _: events.LeasesDrained) -> None:
-    """Nothing is left to wait for."""
-    core.deadlines.set(request, math.inf)
 
 
 # ---------------------------------------------------------------- leases
 
 
-def send_lease(core: "Core", lease: TransferLease, _: events.LeaseSent) -> None:
-    """Starts the clock of a transfer that the workers are about to receive."""
-    core.deadlines.set(lease, core.now_s + core.limits.transfer_timeout_s)
-
-
 def stall_lease(core: "Core", lease: TransferLease, _: events.LeaseExpired) -> None:
     """Asks for the end of a transfer. Its blocks stay held: only answers release them."""
-    core.deadlines.set(lease, core.now_s + core.limits.transfer_timeout_s)
     core.counters.leases_stalled += 1
     core.emit(commands.CancelTransfer(lease))
 
@@ -261,7 +237,7 @@ def abandon_lease(core: "Core", lease: TransferLease, _: events.LeaseExpired) ->
 def settle_lease(core: "Core", lease: TransferLease, _: events.AllRanksSucceeded) -> None:
     """Counts what every rank has done."""
     tokens = lease.end_tokens - lease.begin_tokens
-    if lease.kind is LeaseKind.LOAD:
+    if lease.kind is _LOAD:
         core.counters.loads_settled += 1
         core.counters.tokens_restored += tokens
     else:
@@ -271,7 +247,7 @@ def settle_lease(core: "Core", lease: TransferLease, _: events.AllRanksSucceeded
 
 def fail_lease(core: "Core", lease: TransferLease, _: events.SomeRankFailed) -> None:
     """Counts what some rank could not do."""
-    if lease.kind is LeaseKind.LOAD:
+    if lease.kind is _LOAD:
         core.counters.loads_failed += 1
         core.counters.loads_not_attempted += not lease.attempted
     else:
@@ -279,10 +255,16 @@ def fail_lease(core: "Core", lease: TransferLease, _: events.SomeRankFailed) -> 
 
 
 def release_lease(core: "Core", lease: TransferLease, _: events.LeaseReleased) -> None:
-    """Gives the blocks back."""
-    core.deadlines.set(lease, math.inf)
-    if lease.kind is LeaseKind.STORE:
+    """Gives the blocks back.
+
+    The engine puts the blocks of a synchronous load into its own prefix cache before the load has
+    ended, so that any life may share them, whatever became of the request. When such a load fails,
+    no life that is going on may store.
+    """
+    if lease.kind is _STORE:
         core.pinned_blocks -= lease.block_count
         core.emit(commands.ReleasePins(lease))
     elif lease.synchronous:
         core.sync_loads -= 1
+        if lease.failed:
+            core.bar_all_stores()

@@ -7,14 +7,13 @@ which classifies facts so that the tables need no guards: two outcomes are two e
 
 from typing import Any, TypeAlias
 
-import attrs
-
 from umbp.fsm.lease import LeasePart
+from umbp.fsm.values import value
 
 # ---------------------------------------------------------------- facts about requests
 
 
-@attrs.frozen(eq=False)
+@value(eq=False)
 class LookupAsked:
     """The engine wants to know how much of a request is stored.
 
@@ -33,12 +32,12 @@ class LookupAsked:
     store_end_tokens: int
 
 
-@attrs.frozen(eq=False)
+@value(eq=False)
 class LookupSkipped(LookupAsked):
     """As ``LookupAsked``, but nothing must be looked up for this request."""
 
 
-@attrs.frozen(eq=False)
+@value(eq=False)
 class LookupAnswered:
     """The backend answered a lookup; ``hit_end_tokens`` at or below the local tokens is a miss."""
 
@@ -47,7 +46,7 @@ class LookupAnswered:
     hit_end_tokens: int
 
 
-@attrs.frozen(eq=False)
+@value(eq=False)
 class LoadAdmitted:
     """The engine gave a request blocks for the hit.
 
@@ -66,7 +65,7 @@ class LoadAdmitted:
     synchronous: bool
 
 
-@attrs.frozen(eq=False)
+@value(eq=False)
 class ComputeAdmitted:
     """The engine gave a request blocks and loads nothing; it starts at ``computed_tokens``."""
 
@@ -74,7 +73,7 @@ class ComputeAdmitted:
     computed_tokens: int
 
 
-@attrs.frozen(eq=False)
+@value(eq=False)
 class BlocksFilled:
     """The step being planned fills these blocks of a request.
 
@@ -91,14 +90,14 @@ class BlocksFilled:
     parts: tuple[LeasePart, ...]
 
 
-@attrs.frozen(eq=False)
+@value(eq=False)
 class Preempted:
     """The engine took a request's blocks back."""
 
     request_id: str
 
 
-@attrs.frozen(eq=False)
+@value(eq=False)
 class RequestFinished:
     """The engine is done with a request: it ended, or was aborted in whatever state."""
 
@@ -108,14 +107,14 @@ class RequestFinished:
 # ---------------------------------------------------------------- facts about transfers
 
 
-@attrs.frozen(eq=False)
+@value(eq=False)
 class LeaseSent:
     """A transfer is part of what the workers are about to receive."""
 
     job_id: int
 
 
-@attrs.frozen(eq=False)
+@value(eq=False)
 class RankSucceeded:
     """One rank has done its part of a transfer and no longer touches the blocks."""
 
@@ -123,7 +122,7 @@ class RankSucceeded:
     rank: int
 
 
-@attrs.frozen(eq=False)
+@value(eq=False)
 class RankFailed:
     """One rank could not do its part of a transfer and no longer touches the blocks.
 
@@ -140,7 +139,7 @@ class RankFailed:
     failed_hashes: tuple[bytes, ...] = ()
 
 
-@attrs.frozen(eq=False)
+@value(eq=False)
 class EpochRaised:
     """The store was reset.
 
@@ -155,72 +154,72 @@ class EpochRaised:
 # ---------------------------------------------------------------- derived by the core
 
 
-@attrs.frozen(eq=False)
+@value(eq=False)
 class LookupExpired:
     """No answer came in time."""
 
 
-@attrs.frozen(eq=False)
+@value(eq=False)
 class LoadSettled:
     """The load that the request waits for has succeeded on every rank."""
 
 
-@attrs.frozen(eq=False)
+@value(eq=False)
 class LoadFailed:
     """The load that the request waits for has failed; the engine will ask again."""
 
 
-@attrs.frozen(eq=False)
+@value(eq=False)
 class SyncLoadFailed:
     """A load failed whose step was computed already; the engine computes that step again."""
 
 
-@attrs.frozen(eq=False)
+@value(eq=False)
 class LoadExpired:
     """The load that the request waits for is past its deadline."""
 
 
-@attrs.frozen(eq=False)
+@value(eq=False)
 class LeaseClosed:
     """A transfer that the request does not wait for has ended."""
 
 
-@attrs.frozen(eq=False)
+@value(eq=False)
 class StoreExpired:
     """Transfers of a request that is otherwise done are past their deadline."""
 
 
-@attrs.frozen(eq=False)
+@value(eq=False)
 class LeasesDrained:
     """The last transfer of a request that is otherwise done has ended."""
 
 
-@attrs.frozen(eq=False)
+@value(eq=False)
 class Forgotten:
     """The engine has not mentioned a request for so long that it cannot exist any more."""
 
 
-@attrs.frozen(eq=False)
+@value(eq=False)
 class RankAnswered:
     """A rank has answered for a transfer, and others have not yet."""
 
 
-@attrs.frozen(eq=False)
+@value(eq=False)
 class AllRanksSucceeded:
     """The last rank has answered for a transfer, and none has failed."""
 
 
-@attrs.frozen(eq=False)
+@value(eq=False)
 class SomeRankFailed:
     """The last rank has answered for a transfer, and at least one has failed."""
 
 
-@attrs.frozen(eq=False)
+@value(eq=False)
 class LeaseExpired:
     """A transfer is past its deadline."""
 
 
-@attrs.frozen(eq=False)
+@value(eq=False)
 class LeaseReleased:
     """A transfer that every rank has answered gives its blocks back."""
 

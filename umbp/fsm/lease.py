@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import attrs
 
 from umbp.fsm.request import RequestContext
+from umbp.fsm.values import value
 
 
 class LeaseState(enum.Enum):
@@ -38,7 +39,7 @@ class LeaseKind(enum.Enum):
     __hash__ = object.__hash__
 
 
-@attrs.frozen(eq=False)
+@value(eq=False)
 class LeasePart:
     """The blocks of one KV cache group in a transfer.
 
@@ -54,7 +55,7 @@ class LeasePart:
     block_ids: Sequence[int]
 
 
-@attrs.define(eq=False)
+@attrs.define(eq=False, weakref_slot=False)
 class TransferLease:
     """One load or store, and who has still to answer for it.
 
@@ -62,12 +63,13 @@ class TransferLease:
     request, which the engine keeps until the workers report the load's end.
 
     Attributes:
-        job_id: Unique among all transfers.
+        job_id: Unique among all transfers and all lives of requests.
         request: The request it was made for.
         generation: The life of that request that it was made in.
         kind: Direction.
         epoch: Epoch of its keys.
         parts: What it moves.
+        block_count: Blocks in all parts.
         begin_tokens: First token position that it covers.
         end_tokens: The position after the last.
         ranks_left: Bit mask of the ranks that have not answered.
@@ -85,6 +87,7 @@ class TransferLease:
     kind: LeaseKind
     epoch: int
     parts: tuple[LeasePart, ...]
+    block_count: int
     begin_tokens: int
     end_tokens: int
     ranks_left: int
@@ -96,11 +99,11 @@ class TransferLease:
     wake_s: float = math.inf
 
     @property
+    def number(self) -> int:
+        """Orders this lease among others that are due at the same time."""
+        return self.job_id
+
+    @property
     def identity(self) -> str:
         """How errors and logs name this transfer."""
         return f"{self.kind.value} {self.job_id} of {self.request.identity}"
-
-    @property
-    def block_count(self) -> int:
-        """Blocks in all parts."""
-        return sum(len(part.block_ids) for part in self.parts)

@@ -28,7 +28,7 @@ class RequestState(enum.Enum):
     __hash__ = object.__hash__
 
 
-@attrs.define(eq=False)
+@attrs.define(eq=False, weakref_slot=False)
 class RequestContext:
     """Everything that umbp knows of one request.
 
@@ -38,7 +38,7 @@ class RequestContext:
     Attributes:
         request_id: The engine's id.
         source: The engine's own request object; opaque to the core.
-        generation: Number of this life, unique among all lives of all requests.
+        generation: Number of this life, unique among all lives of all requests and all jobs.
         epoch: Epoch in which this life began; its keys carry it.
         state: State of the lifecycle; written by ``Core`` only.
         deadline_s: When the present state is left by its deadline.
@@ -73,6 +73,11 @@ class RequestContext:
     planned_tokens: int = 0
     store_end_tokens: int = 0
     open_leases: int = 0
+
+    @property
+    def number(self) -> int:
+        """Orders this request among others that are due at the same time."""
+        return self.generation
 
     @property
     def identity(self) -> str:

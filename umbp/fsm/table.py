@@ -11,9 +11,9 @@ blocks back but cannot take back what a transfer is reading.
 
 * Every life has a generation. A lease that ends moves the request only when the request waits for
   that very lease; any other lease is counted off (``LeaseClosed``) and changes nothing else.
-* Only the answers of all ranks end a lease (``AllRanksSucceeded``, ``SomeRankFailed``). Neither a
-  deadline, nor a preemption, an abort or a reset releases a block: they can at most ask for the
-  transfer's end.
+* Only the answers of all ranks end a lease that the workers know of (``AllRanksSucceeded``,
+  ``SomeRankFailed``). Neither a deadline, nor a preemption, an abort or a reset releases a block:
+  they can at most ask for the transfer's end.
 * A request is ``FINISHED`` only when no lease of any of its lives is open.
 
 No guards
@@ -28,17 +28,19 @@ Deadlines
 ---------
 
 ``REQUEST_DEADLINES`` and ``LEASE_DEADLINES`` name, for every state that is not final, the limit
-that bounds it and the event that its end brings. Nothing waits for ever: a silent lookup is a miss;
-a silent transfer is cancelled, again and again, while the worker's own watch over native calls
-decides whether its memory can still be called safe; a request that the engine never mentions
-again is dropped.
+that bounds it and the event that its end brings. A row that leads to a state starts that time anew,
+also when the state was the same before; a row that says ``STAY`` lets it run on. Nothing waits for
+ever: a silent lookup is a miss; a silent transfer is cancelled, again and again, while the worker's
+own watch over native calls decides whether its memory can still be called safe; a request that the
+engine never mentions again is dropped.
 
 Invariants
 ----------
 
 * A block is pinned once by each open store lease that names it, and by nothing else of ours.
 * A lease is released exactly once. ``open_leases`` of a request counts its unreleased leases.
-* ``planned_tokens`` of a life never decreases, so nothing is stored twice by one life.
+* ``planned_tokens`` of a life never decreases, but for a load that failed before the life had
+  stored anything; so nothing is stored twice by one life.
 * No store is planned while a synchronous load is open, nor by a life of an earlier epoch.
 """
 
@@ -56,23 +58,6 @@ STAY: Final = "="
 
 
 @attrs.frozen
-class Row:
-    """One line of a table.
-
-    Attributes:
-        event: The event's class.
-        sources: The states that take it.
-        dest: The state that follows, or ``STAY``.
-        effect: What is written and commanded; None for nothing.
-    """
-
-    event: type[Any]
-    sources: Sequence[Any]
-    dest: Any
-    effect: Any = None
-
-
-@attrs.frozen
 class Deadline:
     """What bounds a state.
 
@@ -85,13 +70,37 @@ class Deadline:
     event: type[Any]
 
 
+@attrs.frozen
+class Row:
+    """One line of a table.
+
+    Attributes:
+        event: The event's class.
+        sources: The states that take it.
+        dest: The state that follows, or ``STAY``.
+        effect: What is written and commanded; None for nothing.
+        deadline: What bounds the next state after this row, where it is not that state's own.
+    """
+
+    event: type[Any]
+    sources: Sequence[Any]
+    dest: Any
+    effect: Any = None
+    deadline: Deadline | None = None
+
+
 _P = RequestState
 _ALIVE: Final = (_P.LOOKUP, _P.LOADING, _P.RUNNING, _P.PREEMPTED)
 
+QUESTION_DEADLINE: Final = Deadline("lookup_timeout_s", events.LookupExpired)
+"""Bounds ``LOOKUP`` while a question is open."""
+
 REQUEST_TABLE: Final = (
-    # Looking up. A question may be asked again: the engine's own hit moves while it waits.
-    Row(events.LookupAsked, (_P.LOOKUP, _P.PREEMPTED), _P.LOOKUP, effects.ask_lookup),
-    Row(events.LookupSkipped, (_P.LOOKUP, _P.PREEMPTED), _P.LOOKUP, effects.skip_lookup),
+    # Looking up. A question may be asked again: the engine's own hit moves while it waits. From a
+    # life that was admitted it is a preemption, too: the engine starts a request over only after
+    # it took its blocks back.
+    Row(events.LookupAsked, _ALIVE, _P.LOOKUP, effects.ask_lookup, QUESTION_DEADLINE),
+    Row(events.LookupSkipped, _ALIVE, _P.LOOKUP, effects.skip_lookup),
     Row(events.LookupAnswered, (_P.LOOKUP,), _P.LOOKUP, effects.take_answer),
     Row(events.LookupExpired, (_P.LOOKUP,), _P.LOOKUP, effects.expire_lookup),
     # Admitted by the engine, with or without a load.
@@ -101,7 +110,8 @@ REQUEST_TABLE: Final = (
     Row(events.LoadSettled, (_P.LOADING,), _P.RUNNING, effects.finish_load),
     Row(events.LoadFailed, (_P.LOADING,), _P.LOOKUP, effects.fail_load),
     Row(events.SyncLoadFailed, (_P.LOADING,), _P.RUNNING, effects.fail_sync_load),
-    Row(events.LoadExpired, (_P.LOADING,), _P.LOADING, effects.expire_load),
+    # The lease has its own deadline, which cancels the transfer.
+    Row(events.LoadExpired, (_P.LOADING,), _P.LOADING),
     # Running. A synchronous load runs while it loads, and so may be preempted.
     Row(events.BlocksFilled, (_P.RUNNING,), _P.RUNNING, effects.start_store),
     Row(events.Preempted, (_P.LOADING, _P.RUNNING), _P.PREEMPTED, effects.preempt),
@@ -109,8 +119,8 @@ REQUEST_TABLE: Final = (
     Row(events.RequestFinished, _ALIVE, _P.STORING, effects.finish_request),
     Row(events.Forgotten, (_P.LOOKUP, _P.RUNNING, _P.PREEMPTED), _P.STORING,
         effects.forget_request),
-    Row(events.StoreExpired, (_P.STORING,), _P.STORING, effects.expire_store),
-    Row(events.LeasesDrained, (_P.STORING,), _P.FINISHED, effects.drain),
+    Row(events.StoreExpired, (_P.STORING,), _P.STORING),
+    Row(events.LeasesDrained, (_P.STORING,), _P.FINISHED),
     # What may happen in any state.
     Row(events.LeaseClosed, (*_ALIVE, _P.STORING), STAY, effects.close_lease),
     Row(events.EpochRaised, (_P.LOOKUP,), _P.LOOKUP, effects.restart_lookup),
@@ -121,7 +131,7 @@ _L = LeaseState
 _SENT: Final = (_L.IN_FLIGHT, _L.STALLED)
 
 LEASE_TABLE: Final = (
-    Row(events.LeaseSent, (_L.SUBMITTED,), _L.IN_FLIGHT, effects.send_lease),
+    Row(events.LeaseSent, (_L.SUBMITTED,), _L.IN_FLIGHT),
     Row(events.RankAnswered, _SENT, STAY),
     Row(events.AllRanksSucceeded, _SENT, _L.SETTLED, effects.settle_lease),
     Row(events.SomeRankFailed, _SENT, _L.FAILED, effects.fail_lease),
@@ -134,22 +144,16 @@ REQUEST_FINAL: Final = _P.FINISHED
 LEASE_FINAL: Final = _L.RELEASED
 
 REQUEST_DEADLINES: Final = {
-    # An unanswered question ends earlier, by ``LookupExpired``.
-    _P.LOOKUP: (
-        Deadline("lookup_timeout_s", events.LookupExpired),
-        Deadline("idle_timeout_s", events.Forgotten),
-    ),
-    _P.LOADING: (Deadline("transfer_timeout_s", events.LoadExpired),),
-    _P.RUNNING: (Deadline("idle_timeout_s", events.Forgotten),),
-    _P.PREEMPTED: (Deadline("idle_timeout_s", events.Forgotten),),
-    _P.STORING: (Deadline("transfer_timeout_s", events.StoreExpired),),
+    _P.LOOKUP: Deadline("idle_timeout_s", events.Forgotten),
+    _P.LOADING: Deadline("transfer_timeout_s", events.LoadExpired),
+    _P.RUNNING: Deadline("idle_timeout_s", events.Forgotten),
+    _P.PREEMPTED: Deadline("idle_timeout_s", events.Forgotten),
+    _P.STORING: Deadline("transfer_timeout_s", events.StoreExpired),
 }
 
+# SETTLED and FAILED are left in the same call of the core in which they are entered.
 LEASE_DEADLINES: Final = {
-    _L.SUBMITTED: (Deadline("transfer_timeout_s", events.LeaseExpired),),
-    _L.IN_FLIGHT: (Deadline("transfer_timeout_s", events.LeaseExpired),),
-    _L.STALLED: (Deadline("transfer_timeout_s", events.LeaseExpired),),
-    # Left in the same call of ``Core.step`` in which they are entered.
-    _L.SETTLED: (),
-    _L.FAILED: (),
+    _L.SUBMITTED: Deadline("transfer_timeout_s", events.LeaseExpired),
+    _L.IN_FLIGHT: Deadline("transfer_timeout_s", events.LeaseExpired),
+    _L.STALLED: Deadline("transfer_timeout_s", events.LeaseExpired),
 }

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The lifecycle once more, as plainly as can be: no table, no queue, everything looked through.
+
+Numbers of questions and jobs are taken over from the core; all else is worked out anew.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+from umbp.fsm import CoreLimits
+
+NEVER = float("inf")
+
+
+class Refused(Exception):
+    """The event is illegal, or does not fit."""
+
+
+class Model:
+    """What a core should do, written as one would tell it."""
+
+    def __init__(self, limits: CoreLimits) -> None:
+        self.limits = limits
+        self.unit = limits.unit_tokens
+        self.requests: dict[str, Any] = {}
+        self.leases: dict[int, Any] = {}
+        self.epoch, self.tainted, self.now_s = 0, False, 0.0
+
+    # ------------------------------------------------------------ requests
+
+    def ask(self, name: str, local: int, end: int, stored: int, skip: bool) -> str:
+        request = self.requests.get(name)
+        self.need(skip or (local % self.unit == 0 and end - end % self.unit > local))
+        self.need(skip or request is None or not request.load_barred)
+        if request is None:
+            request = self.requests[name] = SimpleNamespace(leases=0, load_barred=False)
+            request.state = None
+        if request.state != "LOOKUP":
+            request.planned, request.store_barred = 0, False
+        request.state, request.local, request.stored = "LOOKUP", local, stored
+        request.asking, request.hit = not skip, local if skip else None
+        request.answered_s, request.load, request.epoch = NEVER, None, self.epoch
+        self.bound(request, self.limits.idle_timeout_s if skip else self.limits.lookup_timeout_s)
+        return "skipped" if skip else "asked"
+
+    def answer(self, name: str, hit: int) -> None:
+        request = self.requests[name]
+        request.asking, request.hit, request.answered_s = False, hit, self.now_s
+        self.bound(request, self.limits.idle_timeout_s)
+
+    def reply(self, name: str, local: int) -> Any:
+        request = self.requests.get(name)
+        if request is None or request.state != "LOOKUP" or local < request.local:
+            return "ask"
+        if request.asking:
+            return "wait"
+        if request.hit is None or self.now_s - request.answered_s > self.limits.answer_lifetime_s:
+            return "ask"
+        return max(0, request.hit - local)
+
+    def load(self, name: str, begin: int, end: int, blocks: int, synchronous: bool) -> Any:
+        request = self.find(name, "LOOKUP")
+        self.need(request.local <= begin < end <= (request.hit or 0))
+        self.need(blocks * self.unit == end - begin)
+        request.state, request.planned = "LOADING", end
+        self.bar_if_tainted(request, begin)
+        request.load = self.open(request, "load", blocks, begin, end)
+        request.load.synchronous = synchronous
+        self.bound(request, self.limits.transfer_timeout_s)
+        return request.load
+
+    def compute(self, name: str, computed: int) -> None:
+        request = self.find(name, "LOOKUP", "RUNNING")
+        if request.state == "LOOKUP":
+            self.bar_if_tainted(request, computed)
+        request.state, request.asking = "RUNNING", False
+        request.planned = max(request.planned, computed // self.unit * self.unit)
+        self.bound(request, self.limits.idle_timeout_s)
+
+    def storable(self, name: str, computed: int) -> tuple[int, int] | None:
+        request = self.requests.get(name)
+        if request is None or request.state != "RUNNING" or request.store_barred:
+            return None
+        end = min(computed, request.stored) // self.unit * self.unit
+        pinned = sum(one.blocks for one in self.leases.values() if one.kind == "store")
+        busy = (
+            request.epoch != self.epoch
+            or any(one.synchronous for one in self.leases.values())
+            or len(self.leases) >= self.limits.open_leases_max
+            or pinned + (end - request.planned) // self.unit > self.limits.pinned_blocks_max
+        )
+        return None if busy or end <= request.planned else (request.planned, end)
+
+    def fill(self, name: str, begin: int, end: int, blocks: int) -> Any:
+        request = self.find(name, "RUNNING")
+        self.need((begin, end) == self.storable(name, end) and blocks * self.unit == end - begin)
+        request.planned = end
+        self.bound(request, self.limits.idle_timeout_s)
+        return self.open(request, "store", blocks, begin, end)
+
+    def preempt(self, name: str) -> None:
+        request = self.find(name, "LOADING", "RUNNING")
+        request.state, request.load = "PREEMPTED", None
+        self.bound(request, self.limits.idle_timeout_s)
+
+    def finish(self, name: str) -> None:
+        request = self.find(name, "LOOKUP", "LOADING", "RUNNING", "PREEMPTED")
+        del self.requests[name]
+        request.state, request.asking = ("STORING" if request.leases else "FINISHED"), False
+
+    def reset(self, kept: bool) -> None:
+        self.epoch, self.tainted = self.epoch + 1, kept
+        for request in self.requests.values():
+            if request.state == "LOOKUP":
+                request.asking, request.hit, request.epoch = False, None, self.epoch
+                self.bound(request, self.limits.idle_timeout_s)
+
+    # ------------------------------------------------------------ transfers
+
+    def open(self, request: Any, kind: str, blocks: int, begin: int, end: int) -> Any:
+        request.leases += 1
+        lease = SimpleNamespace(request=request, kind=kind, blocks=blocks, begin=begin, end=end)
+        lease.left, lease.failed = set(range(self.limits.rank_count)), False
+        lease.sent, lease.synchronous, lease.epoch = False, False, request.epoch
+        self.bound(lease, self.limits.transfer_timeout_s)
+        return lease
+
+    def send(self, job_id: int) -> None:
+        self.need(job_id in self.leases and not self.leases[job_id].sent)
+        self.leases[job_id].sent = True
+        self.bound(self.leases[job_id], self.limits.transfer_timeout_s)
+
+    def rank_answers(self, job_id: int, rank: int, succeeded: bool) -> list[Any]:
+        lease = self.leases.get(job_id)
+        if lease is None or rank not in lease.left:
+            return []
+        self.need(lease.sent)
+        lease.left.discard(rank)
+        lease.failed |= not succeeded
+        return [] if lease.left else self.close(job_id)
+
+    def close(self, job_id: int) -> list[Any]:
+        lease = self.leases.pop(job_id)
+        request = lease.request
+        request.leases -= 1
+        if lease.failed and lease.synchronous:
+            for other in self.requests.values():
+                other.store_barred = True
+        if request.state == "LOADING" and request.load is lease:
+            request.load, request.load_barred = None, request.load_barred or lease.failed
+            request.state = "RUNNING"
+            if lease.failed and not lease.synchronous:
+                request.state, request.hit, request.planned = "LOOKUP", None, 0
+            self.bound(request, self.limits.idle_timeout_s)
+        elif request.state == "STORING" and not request.leases:
+            request.state = "FINISHED"
+        return [("release", job_id)] if lease.kind == "store" else []
+
+    # ------------------------------------------------------------ time
+
+    def wait(self, now_s: float) -> list[Any]:
+        self.now_s = now_s
+        commands = []
+        for job_id, lease in list(self.leases.items()):
+            if lease.deadline_s <= now_s and lease.sent:
+                commands.append(("cancel", job_id))
+                self.bound(lease, self.limits.transfer_timeout_s)
+            elif lease.deadline_s <= now_s:
+                lease.failed = True
+                commands += self.close(job_id)
+        for name, request in list(self.requests.items()):
+            if request.deadline_s > now_s:
+                continue
+            if request.state == "LOADING":
+                self.bound(request, self.limits.transfer_timeout_s)
+            elif request.state == "LOOKUP" and request.asking:
+                commands.append(("drop", name))
+                self.answer(name, request.local)
+            else:
+                self.finish(name)
+        return commands
+
+    # ------------------------------------------------------------ small things
+
+    def bound(self, subject: Any, seconds: float) -> None:
+        subject.deadline_s = self.now_s + seconds
+
+    def bar_if_tainted(self, request: Any, local: int) -> None:
+        request.store_barred = request.store_barred or bool(local and self.tainted)
+
+    def find(self, name: str, *states: str) -> Any:
+        self.need(name in self.requests and self.requests[name].state in states)
+        return self.requests[name]
+
+    @staticmethod
+    def need(condition: bool) -> None:
+        if not condition:
+            raise Refused

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmarks measure what they say, and their bounds can be broken."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from umbp.fsm import Core, CoreLimits, LeaseState, RequestState
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def lifecycle(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("lifecycle")
+
+
+def test_the_lifecycle_that_is_timed_is_a_whole_one(lifecycle: ModuleType) -> None:
+    core = Core(CoreLimits(unit_tokens=lifecycle.UNIT_TOKENS))
+    lifecycle.live_through(core, "request", 0.0)
+    counted = {name: n for name, n in core.counters.as_dict().items() if n}
+    assert counted == {
+        "lookups": 1,
+        "lookup_hits": 1,
+        "loads_started": 1,
+        "loads_settled": 1,
+        "tokens_restored": lifecycle.LOADED,
+        "stores_started": 1,
+        "stores_settled": 1,
+        "tokens_stored": lifecycle.PROMPT - lifecycle.LOADED,
+    }
+    assert not core.requests
+    assert not core.leases
+
+
+def test_what_it_is_compared_with_goes_the_same_way(
+    lifecycle: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fired = []
+    fire = Core._fire
+
+    def watch(core: Core, subject: object, event: object) -> None:
+        fired.append(type(event).__name__)
+        fire(core, subject, event)
+
+    monkeypatch.setattr(Core, "_fire", watch)
+    lifecycle.live_through(Core(CoreLimits(unit_tokens=lifecycle.UNIT_TOKENS)), "request", 0.0)
+    assert sorted(fired) == sorted(sum(lifecycle.TRANSITIONS, ()))
+
+
+@pytest.mark.parametrize("run", ["stock_transitions", "dictionary_transitions"])
+def test_what_it_is_compared_with_reaches_the_end(
+    lifecycle: ModuleType, monkeypatch: pytest.MonkeyPatch, run: str
+) -> None:
+    models = []
+
+    class Watched(lifecycle.Model):
+        def __init__(self, state: object) -> None:
+            super().__init__(state)
+            models.append(self)
+
+    monkeypatch.setattr(lifecycle, "Model", Watched)
+    getattr(lifecycle, run)()(1)
+    assert [model.state for model in models] == [
+        RequestState.FINISHED,
+        LeaseState.RELEASED,
+        LeaseState.RELEASED,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lifecycle_us", "live_bytes", "broken"),
+    [(24.9, 399.0, []), (25.0, 399.0, ["25.00 µs"]), (24.9, 400.0, ["400 B"])],
+)
+def test_bounds_can_be_broken(
+    lifecycle: ModuleType, lifecycle_us: float, live_bytes: float, broken: list[str]
+) -> None:
+    disturbed = [[lifecycle_us + 40.0] * 3, [lifecycle_us] * 3]
+    timings = {lifecycle.LIFECYCLE: lifecycle.Timing(disturbed)}
+    timings[lifecycle.CROWDED] = lifecycle.Timing([[1.0]])
+    lines = lifecycle.broken_bounds(timings, {"live request": live_bytes})
+    assert len(lines) == len(broken)
+    assert all(part in line for part, line in zip(broken, lines, strict=True))
+
+
+def test_results_say_where_they_come_from(
+    lifecycle: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "result.json"
+    short = {"rounds": 2, "samples": 3, "batch": 2}
+    measure = lifecycle.time_operations
+    monkeypatch.setattr(lifecycle, "time_operations", lambda named: measure(named, **short))
+    monkeypatch.setattr(lifecycle, "LIVE_REQUESTS", 100)
+    monkeypatch.setattr(sys, "argv", ["lifecycle.py", "--json", str(path)])
+    assert lifecycle.main() == 0
+    result = json.loads(path.read_text(encoding="utf-8"))
+    assert set(result["origin"]["packages"]) == {"umbp", "attrs", "transitions"}
+    for rounds_us in result["rounds_us"].values():
+        assert [len(samples) for samples in rounds_us] == [3, 3]
