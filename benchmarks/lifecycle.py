@@ -38,7 +38,7 @@ LIFECYCLE_US_MAX = 25.0
 LIVE_REQUEST_BYTES_MAX = 400.0
 
 UNIT_TOKENS = 16
-BLOCKS = (LeasePart(0, 0, tuple(range(64))),)
+BLOCKS = (LeasePart(0, (b"",) * 64, tuple(range(64))),)
 LOADED = len(BLOCKS[0].block_ids) * UNIT_TOKENS
 PROMPT = 2 * LOADED
 RANKS = 1024

@@ -93,7 +93,7 @@ class Engine:
 
     def parts(self, table: Sequence[int], begin: int, end: int) -> tuple[LeasePart, ...]:
         first, last = begin // UNIT, end // UNIT
-        return (LeasePart(0, first, tuple(table[first:last])),)
+        return (LeasePart(0, (b"",) * (last - first), tuple(table[first:last])),)
 
     def is_open(self, transfer: Transfer) -> bool:
         return transfer.lease.state is not LeaseState.RELEASED

@@ -260,7 +260,7 @@ def _job(pair: Pair, number: int) -> int:
 
 
 def _parts(count: int) -> tuple[LeasePart, ...]:
-    return (LeasePart(0, 0, tuple(range(count))),)
+    return (LeasePart(0, (b"",) * count, tuple(range(count))),)
 
 
 @given(

@@ -127,11 +127,14 @@ class ConnectorConfig:
             socket_directory=_socket_directory(options.socket_dir),
         )
 
-    def core_limits(self, *, unit_tokens: int, block_count: int) -> CoreLimits:
+    def core_limits(
+        self, *, unit_tokens: int, block_count: int, blocks_per_unit: float = 1.0
+    ) -> CoreLimits:
         """Returns the bounds of the core."""
         options = self.options
         return CoreLimits(
             unit_tokens=unit_tokens,
+            blocks_per_unit=blocks_per_unit,
             rank_count=self.rank_count,
             lookup_timeout_s=options.lookup_timeout_ms / 1000,
             transfer_timeout_s=options.timeout_ms / 1000,

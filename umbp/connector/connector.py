@@ -18,11 +18,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from umbp.connector.config import ConnectorConfig
+from umbp.connector.groups import GroupRules
 from umbp.connector.metadata import StepMetadata, WorkerMetadata
 from umbp.connector.namespace import digest, manifest
 from umbp.connector.scheduler import SchedulerSide
 from umbp.connector.setup import WorkerParts, open_scheduler_side, open_worker_parts
-from umbp.connector.support import check_supported, warn_of_policy
+from umbp.connector.support import (
+    check_supported,
+    sparse_groups,
+    warn_of_policy,
+)
 from umbp.connector.worker import WorkerSide
 from umbp.errors import UsageError
 from umbp.keys import KeySpace
@@ -68,6 +73,7 @@ class UMBPStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler_side: SchedulerSide | None = None
         self._worker_parts: WorkerParts | None = None
         self._worker_side: WorkerSide | None = None
+        self._sparse_groups = sparse_groups(kv_cache_config)
         strict = os.environ.get("UMBP_STRICT", "") == "1"
         if role is KVConnectorRole.SCHEDULER:
             warn_of_policy(vllm_config)
@@ -112,9 +118,15 @@ class UMBPStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     # ------------------------------------------------------------ scheduler's side
 
-    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Takes the pool through which source blocks are pinned."""
-        self.scheduler_side.bind_block_pool(gpu_block_pool)
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """Takes the manager whose rules decide hits, and the pool through which blocks are pinned.
+
+        Raises:
+            ConfigError: The manager treats groups in a way that umbp cannot follow.
+        """
+        super().bind_kv_cache_manager(kv_cache_manager)
+        rules = GroupRules(kv_cache_manager, self._sparse_groups)
+        self.scheduler_side.bind(rules, kv_cache_manager.block_pool)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -148,6 +160,16 @@ class UMBPStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Ends a request; never asks to keep its blocks, since stores pin their own."""
         self.scheduler_side.finished(request, block_ids)
         return False, None
+
+    def register_finished_partial_tail(
+        self,
+        request: Any,
+        block_ids: tuple[list[int], ...],
+        partial_tail_offloads: list[tuple[int, int, int]],
+    ) -> bool:
+        """Takes boundaries that a request reached as it ended; its blocks are pinned, not kept."""
+        self.scheduler_side.finished_boundaries(request, block_ids, partial_tail_offloads)
+        return False
 
     def has_pending_push_work(self) -> bool:
         """True exactly while a transfer is open, so that its answer is fetched."""

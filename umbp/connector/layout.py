@@ -29,6 +29,8 @@ def kv_memory(kv_caches: Mapping[str, Any], kv_cache_config: Any) -> KVMemory:
     layouts = tuple(
         _layout(index, group.layer_names, kv_caches, kv_cache_config.num_blocks)
         for index, group in enumerate(kv_cache_config.kv_cache_groups)
+        # Blocks that are scratch space of one request are never stored.
+        if group.kv_cache_spec.prefix_cacheable
     )
     regions: dict[int, MemoryRegion] = {}
     for cache in kv_caches.values():

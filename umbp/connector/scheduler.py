@@ -11,14 +11,17 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import attrs
 import numpy as np
 
 from umbp.backends.base import LookupAnswer, LookupClient, LookupPart, LookupQuestion
+from umbp.connector.groups import Asked, BoolArray, GroupRules
 from umbp.connector.metadata import PlanPart, StepMetadata, TransferPlan, WorkerMetadata, pack_ids
 from umbp.connector.pins import BlockPins
-from umbp.errors import UmbpError
+from umbp.errors import UmbpError, UsageError
 from umbp.fsm import (
     BlocksFilled,
+    BoundaryOffered,
     CancelTransfer,
     Command,
     ComputeAdmitted,
@@ -50,8 +53,20 @@ from umbp.fsm import (
 
 logger = logging.getLogger(__name__)
 
-_GROUP = 0
-"""The one KV cache group of the models that are supported."""
+
+@attrs.frozen(eq=False)
+class _Question:
+    """A lookup that is open.
+
+    Attributes:
+        context: The request.
+        begin_tokens: What the engine had by itself.
+        asked: What was asked for.
+    """
+
+    context: RequestContext
+    begin_tokens: int
+    asked: list[Asked]
 
 
 class SchedulerSide:
@@ -90,8 +105,8 @@ class SchedulerSide:
         self._clock = clock
         self._unit = core.limits.unit_tokens
         self._pins: BlockPins | None = None
-        # Open questions: id -> (request, first position asked for).
-        self._questions: dict[int, tuple[str, int]] = {}
+        self._bound_rules: GroupRules | None = None
+        self._questions: dict[int, _Question] = {}
         self._answers_taken = False
         # The engine's own hit in its last question; admission follows in the same breath.
         self._local_tokens = 0
@@ -105,9 +120,20 @@ class SchedulerSide:
 
     # ------------------------------------------------------------ hooks
 
-    def bind_block_pool(self, block_pool: Any) -> None:
-        """Takes vLLM's block pool, through which source blocks are pinned."""
+    def bind(self, rules: GroupRules, block_pool: Any) -> None:
+        """Takes what vLLM's cache manager decides: group rules, and the pool of blocks to pin."""
+        if rules.hash_tokens != self._unit:
+            raise UsageError(
+                f"hits are in units of {rules.hash_tokens} tokens, transfers of {self._unit}"
+            )
+        self._bound_rules = rules
         self._pins = BlockPins(block_pool)
+
+    @property
+    def _rules(self) -> GroupRules:
+        if self._bound_rules is None:
+            raise UsageError("vLLM's cache manager is not bound yet")
+        return self._bound_rules
 
     def matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """Answers ``get_num_new_matched_tokens``."""
@@ -136,27 +162,49 @@ class SchedulerSide:
                 ComputeAdmitted(request_id, request.num_computed_tokens or self._local_tokens)
             )
             return
-        span = (self._local_tokens, self._local_tokens + external)
-        parts = self._parts(block_ids, span)
-        admitted = self._give(LoadAdmitted(request_id, *span, parts, not self._load_async))
-        if not admitted:
+        begin, end = self._local_tokens, self._local_tokens + external
+        parts = self._load_parts(context, block_ids, begin, end)
+        if parts is None or not self._give(
+            LoadAdmitted(request_id, begin, end, parts, not self._load_async)
+        ):
             # vLLM counts on a load now. One that fails at once makes it compute the request.
-            self._refused.append(_refused_plan(self.core, request_id, parts, self._load_async))
+            self._refuse(request_id, block_ids)
 
     def step_metadata(self, output: Any) -> StepMetadata:
         """Answers ``build_connector_meta``: plans the stores of a step and hands all over."""
         now_s = self._clock()
         self._answers_taken = False
         self._perform(self.core.tick(now_s))
+        gone = set(output.preempted_req_ids or ()) | output.finished_req_ids
         for request_id in output.preempted_req_ids or ():
             context = self.core.requests.get(request_id)
             if context is not None and _lost_its_blocks(context):
                 self._give(Preempted(request_id))
+        block_state = output.kv_connector_block_state
         for context in list(self.core.filling.values()):
             scheduled = output.num_scheduled_tokens.get(context.request_id)
             if scheduled:
-                self._plan_store(context, scheduled, output.kv_connector_block_state)
+                self._plan_store(context, scheduled, block_state)
+        for request_id, offers in block_state.boundary_state_offloads.items():
+            context = self.core.requests.get(request_id)
+            # Blocks of a request that has lost them may be somebody else's by now.
+            if context is not None and request_id not in gone:
+                scheduled = output.num_scheduled_tokens.get(request_id, 0)
+                table = block_state.get_block_ids(request_id)
+                computed = context.source.num_computed_tokens + scheduled
+                self._store_boundaries(context, offers, table, computed)
         return self._hand_over()
+
+    def finished_boundaries(
+        self,
+        request: Any,
+        block_ids: Sequence[Sequence[int]],
+        offers: Sequence[tuple[int, int, int]],
+    ) -> None:
+        """Answers ``register_finished_partial_tail``, which comes before ``finished``."""
+        context = self.core.requests.get(request.request_id)
+        if context is not None:
+            self._store_boundaries(context, offers, block_ids, request.num_computed_tokens)
 
     def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
         """Answers ``request_finished_all_groups``."""
@@ -284,15 +332,14 @@ class SchedulerSide:
         question_id = context.question_id
         if self._lookups is None or question_id is None:
             return
-        first, last = command.begin_tokens // self._unit, command.end_tokens // self._unit
-        hashes = context.source.block_hashes[first:last]
-        count = self.core.quarantine.first_listed(hashes, self.core.now_s)
-        if count == 0:
-            self._give(LookupAnswered(context.request_id, question_id, command.begin_tokens))
-            return
-        part = LookupPart(_GROUP, len(hashes[0]), b"".join(hashes[:count]))
-        self._questions[question_id] = (context.request_id, command.begin_tokens)
-        self._lookups.ask(LookupQuestion(question_id, context.epoch, (part,)))
+        asked = self._rules.ask(context.source.block_hashes, command.begin_tokens)
+        self._questions[question_id] = _Question(context, command.begin_tokens, asked)
+        parts = tuple(
+            LookupPart(one.group.index, len(one.hashes[0]), b"".join(one.hashes))
+            for one in asked
+            if one.hashes
+        )
+        self._lookups.ask(LookupQuestion(question_id, context.epoch, parts))
 
     def _await_reply(self, request_id: str, local_tokens: int) -> "int | LookupReply":
         """Takes answers that are there; without ``lookup_async``, waits for the one asked for."""
@@ -321,16 +368,34 @@ class SchedulerSide:
             self._take_answer(answer)
 
     def _take_answer(self, answer: LookupAnswer) -> None:
-        request_id, begin = self._questions.pop(answer.question_id, (None, 0))
-        if request_id is None:
+        question = self._questions.pop(answer.question_id, None)
+        if question is None:
             return
-        found = 0
+        request = question.context.source
+        end, hit = question.begin_tokens, None
         if answer.present is None:
-            logger.warning("lookup of %s failed: %s", request_id, answer.reason)
+            logger.warning("lookup of %s failed: %s", request.request_id, answer.reason)
         else:
-            present = answer.present[0]
-            found = len(present) if present.all() else int(np.argmin(present))
-        self._give(LookupAnswered(request_id, answer.question_id, begin + found * self._unit))
+            hit = self._rules.hit(
+                question.asked,
+                self._masks(question.asked, answer.present),
+                request.block_hashes,
+                local_tokens=question.begin_tokens,
+                # The last token is always computed: its logits are what the engine wants.
+                limit_tokens=request.num_tokens - 1,
+            )
+            end = max(end, hit.end_tokens)
+        self._give(LookupAnswered(request.request_id, answer.question_id, end, hit))
+
+    def _masks(self, asked: Sequence[Asked], present: Sequence[BoolArray]) -> list[BoolArray]:
+        """Returns what is present for each group, less what is in quarantine."""
+        answers = iter(present)
+        masks = [next(answers) if one.hashes else np.zeros(0, dtype=bool) for one in asked]
+        for at, one in enumerate(asked):
+            listed = self.core.quarantine.listed(one.hashes, self._clock())
+            if listed:
+                masks[at] = masks[at] & np.array([h not in listed for h in one.hashes])
+        return masks
 
     # ------------------------------------------------------------ stores
 
@@ -342,8 +407,7 @@ class SchedulerSide:
         span = self._span(context, computed)
         if span is not None:
             # Only now: the table is resolved on demand, and most steps fill no block.
-            block_ids = block_state.get_block_ids(context.request_id)
-            self._give_filled(context, span, block_ids)
+            self._give_filled(context, span, block_state.get_block_ids(context.request_id))
 
     def _span(self, context: RequestContext, computed: int) -> tuple[int, int] | None:
         # A block is storable once it has a hash; hashes of decoded blocks come a step later.
@@ -354,22 +418,56 @@ class SchedulerSide:
         self,
         context: RequestContext,
         span: tuple[int, int],
-        block_ids: Sequence[Sequence[int]] | None,
+        table: Sequence[Sequence[int]] | None,
     ) -> None:
-        if block_ids is not None and len(block_ids[_GROUP]) * self._unit >= span[1]:
-            parts = self._parts(block_ids, span)
+        if table is None:
+            return
+        parts = self._rules.filled_parts(context.source.block_hashes, table, *span)
+        if parts:
             self._give(BlocksFilled(context.request_id, *span, parts))
+
+    def _store_boundaries(
+        self,
+        context: RequestContext,
+        offers: Sequence[tuple[int, int, int]],
+        table: Sequence[Sequence[int]] | None,
+        computed: int,
+    ) -> None:
+        wanted = [offer for offer in offers if offer[2] <= context.store_end_tokens]
+        if table is None or not wanted:
+            return
+        hashes = context.source.block_hashes
+        parts = self._rules.boundary_parts(hashes, table, wanted, computed)
+        count = sum(len(part.block_ids) for part in parts)
+        if count and self.core.may_store_boundary(context, count):
+            end = max(boundary for _, _, boundary in wanted)
+            self._give(BoundaryOffered(context.request_id, end, end, parts))
 
     @staticmethod
     def _confirmed_tokens(request: Any) -> int:
         """Tokens whose KV is final: not the ones that asynchronous scheduling only expects."""
         return int(request.num_computed_tokens - request.num_output_placeholders)
 
-    def _parts(
-        self, block_ids: Sequence[Sequence[int]], span: tuple[int, int]
-    ) -> tuple[LeasePart, ...]:
-        first, last = span[0] // self._unit, span[1] // self._unit
-        return (LeasePart(_GROUP, first, tuple(block_ids[_GROUP][first:last])),)
+    def _load_parts(
+        self, context: RequestContext, table: Sequence[Sequence[int]], begin: int, end: int
+    ) -> tuple[LeasePart, ...] | None:
+        hit = context.hit
+        if hit is None or hit.end_tokens != end:
+            logger.error("%s was given %d tokens, and %s were found", context.identity, end, hit)
+            return None
+        parts: tuple[LeasePart, ...] | None = hit.parts(table, begin)
+        return parts
+
+    def _refuse(self, request_id: str, table: Sequence[Sequence[int]]) -> None:
+        destinations = [
+            PlanPart(index, 0, b"", pack_ids(block_ids)) for index, block_ids in enumerate(table)
+        ]
+        self._refused.append(
+            TransferPlan(
+                self.core.next_id(), request_id, self.core.epoch, destinations, not self._load_async
+            )
+        )
+        self._refused_events += 1
 
     # ------------------------------------------------------------ metadata
 
@@ -394,13 +492,6 @@ def _is_load(lease: TransferLease) -> bool:
     return lease.kind is LeaseKind.LOAD
 
 
-def _refused_plan(
-    core: Core, request_id: str, parts: Sequence[LeasePart], load_async: bool
-) -> TransferPlan:
-    destinations = [PlanPart(part.group_index, 0, b"", pack_ids(part.block_ids)) for part in parts]
-    return TransferPlan(core.next_id(), request_id, core.epoch, destinations, not load_async)
-
-
 def _lost_its_blocks(context: RequestContext) -> bool:
     """Says whether a notice of preemption is about the present life.
 
@@ -413,13 +504,15 @@ def _lost_its_blocks(context: RequestContext) -> bool:
 
 
 def _plan(lease: TransferLease) -> TransferPlan:
-    block_hashes = lease.request.source.block_hashes
-    parts = []
-    for part in lease.parts:
-        hashes = block_hashes[part.hash_begin : part.hash_begin + len(part.block_ids)]
-        parts.append(
-            PlanPart(part.group_index, len(hashes[0]), b"".join(hashes), pack_ids(part.block_ids))
+    parts = [
+        PlanPart(
+            part.group_index,
+            len(part.block_hashes[0]),
+            b"".join(part.block_hashes),
+            pack_ids(part.block_ids),
         )
+        for part in lease.parts
+    ]
     return TransferPlan(
         lease.job_id, lease.request.request_id, lease.epoch, parts, lease.synchronous
     )

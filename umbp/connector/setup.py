@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Opens the two sides: backend, sockets, core, in the order in which they need each other."""
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -18,9 +19,12 @@ from umbp.backends.lookup_server import LookupServer
 from umbp.connector.config import ConnectorConfig
 from umbp.connector.layout import kv_memory
 from umbp.connector.scheduler import SchedulerSide
+from umbp.connector.support import must_load_async
 from umbp.connector.worker import WorkerSide
 from umbp.fsm import Core
 from umbp.keys import KeySpace
+
+logger = logging.getLogger(__name__)
 
 
 def open_scheduler_side(
@@ -42,19 +46,45 @@ def open_scheduler_side(
 
     options = config.options
     transfer = vllm_config.kv_transfer_config
-    unit_tokens, _ = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
-    limits = config.core_limits(unit_tokens=unit_tokens, block_count=kv_cache_config.num_blocks)
+    _, unit_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    limits = config.core_limits(
+        unit_tokens=unit_tokens,
+        blocks_per_unit=blocks_per_unit(kv_cache_config, unit_tokens),
+        block_count=kv_cache_config.num_blocks,
+    )
     lookups = None
     if options.enable_lookup and transfer.is_kv_consumer:
         lookups = _open_lookup(config, keyspace)
     return SchedulerSide(
         Core(limits),
         lookups,
-        load_async=options.load_async,
+        load_async=load_async(options.load_async, kv_cache_config),
         lookup_async=options.lookup_async,
         store=transfer.is_kv_producer,
         save_decode_cache=options.save_decode_cache,
         strict=strict,
+    )
+
+
+def load_async(wanted: bool, kv_cache_config: Any) -> bool:
+    """Says whether to load between steps; a model that needs it overrules the option, once."""
+    if wanted or not must_load_async(kv_cache_config):
+        return wanted
+    logger.warning(
+        "option load_async is false and is ignored: a model with recurrent state or several KV "
+        "cache groups loads between steps"
+    )
+    return True
+
+
+def blocks_per_unit(kv_cache_config: Any, unit_tokens: int) -> float:
+    """Returns how many blocks of all groups ``unit_tokens`` tokens fill on average."""
+    if len(kv_cache_config.kv_cache_groups) == 1:
+        return 1.0
+    return sum(
+        float(unit_tokens / group.kv_cache_spec.block_size)
+        for group in kv_cache_config.kv_cache_groups
+        if group.kv_cache_spec.prefix_cacheable
     )
 
 

@@ -2,11 +2,16 @@
 """What cannot work is refused when the engine starts, in one message that says what to do."""
 
 import logging
-from typing import Any
+from typing import Any, Final
 
 from umbp.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+
+_KINDS: Final = frozenset(
+    {"FullAttentionSpec", "MLAAttentionSpec", "MambaSpec", "SlidingWindowSpec"}
+)
+"""By name: the classes move between modules, and a subclass may keep blocks by rules of its own."""
 
 
 def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
@@ -18,7 +23,7 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
     problems = [
         *_parallel_problems(vllm_config.parallel_config),
         *_memory_problems(vllm_config.model_config),
-        *_group_problems(kv_cache_config.kv_cache_groups),
+        *_group_problems(vllm_config, kv_cache_config.kv_cache_groups),
     ]
     if problems:
         raise ConfigError("umbp cannot serve this engine: " + "; ".join(problems))
@@ -54,28 +59,79 @@ def _memory_problems(model: Any) -> list[str]:
     return []
 
 
-def _group_problems(groups: Any) -> list[str]:
-    if len(groups) != 1:
-        return [
-            f"the model has {len(groups)} KV cache groups, and only models with one are supported; "
-            "remove --kv-transfer-config for this model"
-        ]
-    spec = groups[0].kv_cache_spec
-    inner = getattr(spec, "kv_cache_specs", None)
-    kinds = {type(one) for one in (inner.values() if inner else [spec])}
-    unfit = sorted(kind.__name__ for kind in kinds if not _keeps_whole_prefix(kind))
-    if unfit:
-        return [
-            f"its KV cache group is of kind {', '.join(unfit)}, and only full attention is "
-            "supported; remove --kv-transfer-config for this model"
-        ]
-    return []
+def must_load_async(kv_cache_config: Any) -> bool:
+    """Says whether loads have to end before the step that reads them is prepared.
 
-
-def _keeps_whole_prefix(kind: type[Any]) -> bool:
-    """Says whether blocks of this kind stay in a request's table from the first token to the last.
-
-    By name along the class hierarchy: the classes move between modules from version to version,
-    and a subclass of full attention may keep a window (``RSWASpec``) or sink of its own.
+    vLLM copies recurrent state to where a step writes it while it prepares the step, before a
+    synchronous load would begin: the load would be lost without a word. And what failed of a
+    synchronous load can be reported by block only, which says nothing where several groups share
+    one space of block ids.
     """
-    return kind.__name__ in ("FullAttentionSpec", "MLAAttentionSpec")
+    groups = kv_cache_config.kv_cache_groups
+    return len(groups) > 1 or any(_is_state(spec) for group in groups for spec in _specs(group))
+
+
+def sparse_groups(kv_cache_config: Any) -> frozenset[int]:
+    """Returns the groups whose blocks mean something only when they are full.
+
+    Those are groups that keep one state for several tokens, and the index of sparse attention.
+    """
+    return frozenset(
+        index
+        for index, group in enumerate(kv_cache_config.kv_cache_groups)
+        if any(_is_sparse(spec) for spec in _specs(group))
+    )
+
+
+def _group_problems(vllm_config: Any, groups: Any) -> list[str]:
+    if not groups:
+        return ["the model has no KV cache; remove --kv-transfer-config for this model"]
+    problems = []
+    kinds = {type(spec).__name__ for group in groups for spec in _specs(group)}
+    unfit = sorted(kinds - _KINDS)
+    if unfit:
+        problems.append(
+            f"the model has KV cache groups of kind {', '.join(unfit)}, and only those of kind "
+            f"{', '.join(sorted(_KINDS))} are supported; remove --kv-transfer-config for this model"
+        )
+    modes = {
+        spec.mamba_cache_mode for group in groups for spec in _specs(group) if _is_state(spec)
+    } - {"align"}
+    if modes:
+        problems.append(
+            f"mamba_cache_mode is {', '.join(sorted(modes))}, in which vLLM hands off no recurrent "
+            "state; set --mamba-cache-mode align and --enable-prefix-caching"
+        )
+    if len(groups) > 1 and not vllm_config.cache_config.enable_prefix_caching:
+        problems.append(
+            "prefix caching is off, and the hits of a model with several KV cache groups follow "
+            "its rules; set --enable-prefix-caching"
+        )
+    parallel = vllm_config.parallel_config
+    context = parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
+    if len(groups) > 1 and context > 1:
+        problems.append(
+            "context parallelism is on, and is supported for models with one KV cache group only; "
+            "set --decode-context-parallel-size 1 and --prefill-context-parallel-size 1"
+        )
+    return problems
+
+
+def _specs(group: Any) -> list[Any]:
+    """Returns the specs of a group's layers; none of a group whose blocks are never shared."""
+    spec = group.kv_cache_spec
+    if not spec.prefix_cacheable:
+        return []
+    inner = getattr(spec, "kv_cache_specs", None)
+    return list(inner.values()) if inner else [spec]
+
+
+def _is_state(spec: Any) -> bool:
+    return type(spec).__name__ == "MambaSpec"
+
+
+def _is_sparse(spec: Any) -> bool:
+    if _is_state(spec):
+        return False
+    role = getattr(getattr(spec, "cache_role", None), "value", None)
+    return role == "indexer" or getattr(spec, "tokens_per_state", 1) != 1

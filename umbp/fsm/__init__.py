@@ -17,6 +17,7 @@ from umbp.fsm.commands import (
 from umbp.fsm.core import Core, LookupReply
 from umbp.fsm.events import (
     BlocksFilled,
+    BoundaryOffered,
     ComputeAdmitted,
     EpochRaised,
     Event,
@@ -36,6 +37,7 @@ from umbp.fsm.request import RequestContext, RequestState
 
 __all__ = [
     "BlocksFilled",
+    "BoundaryOffered",
     "CancelTransfer",
     "Command",
     "ComputeAdmitted",

@@ -119,6 +119,7 @@ class Core:
             events.LoadAdmitted: self._on_request_event,
             events.ComputeAdmitted: self._on_request_event,
             events.BlocksFilled: self._on_request_event,
+            events.BoundaryOffered: self._on_request_event,
             events.Preempted: self._on_request_event,
             events.RequestFinished: self._on_request_event,
             events.LeaseSent: self._on_lease_sent,
@@ -231,12 +232,34 @@ class Core:
 
     def decline(self, span: tuple[int, int]) -> Decline | None:
         """Says why a span of tokens ``(begin, end)`` cannot be stored now; None if it can."""
+        decline = self._decline_transfer()
+        if decline is not None:
+            return decline
+        units = (span[1] - span[0]) // self.limits.unit_tokens
+        return self._decline_pins(math.ceil(units * self.limits.blocks_per_unit))
+
+    def decline_boundary(self, request: RequestContext, block_count: int) -> Decline | None:
+        """Says why a boundary of a request cannot be stored now; None if it can."""
+        if request.state is not _RUNNING or request.epoch != self.epoch or request.store_barred:
+            return "declined_boundary"
+        return self._decline_transfer() or self._decline_pins(block_count)
+
+    def may_store_boundary(self, request: RequestContext, block_count: int) -> bool:
+        """Says whether ``BoundaryOffered`` is legal for so many blocks, and counts why not."""
+        decline = self.decline_boundary(request, block_count)
+        if decline is not None:
+            self.counters.count(decline)
+        return decline is None
+
+    def _decline_transfer(self) -> Decline | None:
         if self.sync_loads:
             return "declined_sync_load"
         if len(self.leases) >= self.limits.open_leases_max:
             return "declined_lease_limit"
-        blocks = (span[1] - span[0]) // self.limits.unit_tokens
-        if self.pinned_blocks + blocks > self.limits.pinned_blocks_max:
+        return None
+
+    def _decline_pins(self, block_count: int) -> Decline | None:
+        if self.pinned_blocks + block_count > self.limits.pinned_blocks_max:
             return "declined_pin_limit"
         return None
 
@@ -244,7 +267,7 @@ class Core:
         self,
         request: RequestContext,
         kind: LeaseKind,
-        event: "events.LoadAdmitted | events.BlocksFilled",
+        event: "events.LoadAdmitted | events.BlocksFilled | events.BoundaryOffered",
         block_count: int,
     ) -> TransferLease:
         """Makes the lease of an event that moves ``block_count`` blocks."""
@@ -324,7 +347,7 @@ class Core:
     def _on_request_event(
         self,
         event: "events.LoadAdmitted | events.ComputeAdmitted | events.BlocksFilled"
-        " | events.Preempted | events.RequestFinished",
+        " | events.BoundaryOffered | events.Preempted | events.RequestFinished",
     ) -> None:
         request = self.requests.get(event.request_id)
         if request is None:

@@ -5,7 +5,12 @@ from typing import Literal, TypeAlias
 
 import attrs
 
-Decline: TypeAlias = Literal["declined_sync_load", "declined_lease_limit", "declined_pin_limit"]
+Decline: TypeAlias = Literal[
+    "declined_sync_load",
+    "declined_lease_limit",
+    "declined_pin_limit",
+    "declined_boundary",
+]
 """Why a store that is due is not planned now: the name of the counter."""
 
 
@@ -37,6 +42,7 @@ class CoreCounters:
         declined_stale_epoch: Lives whose stores ended because of a reset.
         declined_barred: Lives whose KV must not be stored.
         declined_sync_load: Stores put off because a synchronous load is open.
+        declined_boundary: Boundaries not stored because the life that reached them may not store.
     """
 
     lookups: int = 0
@@ -62,6 +68,7 @@ class CoreCounters:
     declined_stale_epoch: int = 0
     declined_barred: int = 0
     declined_sync_load: int = 0
+    declined_boundary: int = 0
 
     def count(self, decline: Decline) -> None:
         """Counts a store that was not planned."""

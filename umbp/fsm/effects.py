@@ -76,6 +76,7 @@ def take_answer(core: "Core", request: RequestContext, event: events.LookupAnswe
     """Writes down how far the KV exists."""
     request.question_id = None
     request.hit_end_tokens = event.hit_end_tokens
+    request.hit = event.hit
     request.answered_s = core.now_s
     if event.hit_end_tokens > request.local_tokens:
         core.counters.lookup_hits += 1
@@ -120,16 +121,29 @@ def start_load(core: "Core", request: RequestContext, event: events.LoadAdmitted
 
 
 def _count_blocks(
-    core: "Core", request: RequestContext, event: "events.LoadAdmitted | events.BlocksFilled"
+    core: "Core",
+    request: RequestContext,
+    event: "events.LoadAdmitted | events.BlocksFilled | events.BoundaryOffered",
 ) -> int:
-    blocks, rest = divmod(event.end_tokens - event.begin_tokens, core.limits.unit_tokens)
+    if (event.end_tokens - event.begin_tokens) % core.limits.unit_tokens:
+        raise UsageError(
+            f"{request.identity}: tokens {event.begin_tokens} to {event.end_tokens} are no whole "
+            f"number of units of {core.limits.unit_tokens}"
+        )
+    count = 0
     for part in event.parts:
-        if rest or len(part.block_ids) != blocks:
+        blocks = len(part.block_ids)
+        if not blocks or blocks != len(part.block_hashes):
             raise UsageError(
-                f"{request.identity}: {len(part.block_ids)} blocks of group {part.group_index} for "
-                f"tokens {event.begin_tokens} to {event.end_tokens}"
+                f"{request.identity}: {blocks} blocks and {len(part.block_hashes)} hashes of group "
+                f"{part.group_index} for tokens {event.begin_tokens} to {event.end_tokens}"
             )
-    return blocks * len(event.parts)
+        count += blocks
+    if not count:
+        raise UsageError(
+            f"{request.identity}: no blocks for tokens {event.begin_tokens} to {event.end_tokens}"
+        )
+    return count
 
 
 def start_compute(core: "Core", request: RequestContext, event: events.ComputeAdmitted) -> None:
@@ -165,6 +179,18 @@ def start_store(core: "Core", request: RequestContext, event: events.BlocksFille
     core.pinned_blocks += block_count
     core.counters.stores_started += 1
     core.note_filling(request)
+    core.emit(commands.StartStore(lease))
+
+
+def store_boundary(core: "Core", request: RequestContext, event: events.BoundaryOffered) -> None:
+    """Opens a store lease for the blocks of a boundary."""
+    block_count = _count_blocks(core, request, event)
+    decline = core.decline_boundary(request, block_count)
+    if decline:
+        raise UsageError(f"{request.identity}: boundary {event.end_tokens} is {decline}")
+    lease = core.open_lease(request, _STORE, event, block_count)
+    core.pinned_blocks += block_count
+    core.counters.stores_started += 1
     core.emit(commands.StartStore(lease))
 
 

@@ -39,11 +39,19 @@ class LookupSkipped(LookupAsked):
 
 @value(eq=False)
 class LookupAnswered:
-    """The backend answered a lookup; ``hit_end_tokens`` at or below the local tokens is a miss."""
+    """The backend answered a lookup.
+
+    Attributes:
+        request_id: The request.
+        question_id: The question.
+        hit_end_tokens: Where the hit ends; at or below the local tokens it is a miss.
+        hit: What was found, kept for the connector; opaque to the core.
+    """
 
     request_id: str
     question_id: int
     hit_end_tokens: int
+    hit: Any = None
 
 
 @value(eq=False)
@@ -82,6 +90,23 @@ class BlocksFilled:
         begin_tokens: First position, as ``Core.storable`` said.
         end_tokens: Position after the last, as ``Core.storable`` said.
         parts: The source blocks.
+    """
+
+    request_id: str
+    begin_tokens: int
+    end_tokens: int
+    parts: tuple[LeasePart, ...]
+
+
+@value(eq=False)
+class BoundaryOffered:
+    """The engine hands off a boundary of a request: blocks from which it can be resumed there.
+
+    Attributes:
+        request_id: The request.
+        begin_tokens: The boundary.
+        end_tokens: The boundary.
+        parts: The source blocks, not empty; ``Core.may_store_boundary`` said yes to their number.
     """
 
     request_id: str
@@ -230,6 +255,7 @@ Event: TypeAlias = (
     | LoadAdmitted
     | ComputeAdmitted
     | BlocksFilled
+    | BoundaryOffered
     | Preempted
     | RequestFinished
     | LeaseSent

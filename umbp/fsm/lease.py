@@ -45,13 +45,12 @@ class LeasePart:
 
     Attributes:
         group_index: Index of the group.
-        hash_begin: Index, among the request's block hashes, of the first block's hash.
-        block_ids: Ids of the blocks in KV memory, one per hash. Opaque to the core but for its
-            length.
+        block_hashes: What each block is stored under. Opaque to the core.
+        block_ids: Ids of the blocks in KV memory, one per hash. Opaque to the core.
     """
 
     group_index: int
-    hash_begin: int
+    block_hashes: Sequence[bytes]
     block_ids: Sequence[int]
 
 

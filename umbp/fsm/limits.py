@@ -19,6 +19,7 @@ class CoreLimits:
 
     Attributes:
         unit_tokens: Tokens in the smallest piece that is looked up, loaded and stored.
+        blocks_per_unit: Blocks, of all groups, that one unit of tokens fills on average.
         rank_count: Number of workers that answer for each transfer.
         lookup_timeout_s: How long a lookup may stay unanswered before it is a miss.
         answer_lifetime_s: How long a lookup's answer is used before the backend is asked again;
@@ -33,6 +34,7 @@ class CoreLimits:
     """
 
     unit_tokens: int = attrs.field(validator=_positive)
+    blocks_per_unit: float = attrs.field(default=1.0, validator=_positive)
     rank_count: int = attrs.field(default=1, validator=_positive)
     lookup_timeout_s: float = attrs.field(default=0.1, validator=_positive)
     answer_lifetime_s: float = attrs.field(default=5.0, validator=_positive)

@@ -6,7 +6,7 @@ prefix pays for one failed load. A later store of the same key does not lift it:
 still list the dead copy.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from umbp.errors import UsageError
 
@@ -37,14 +37,12 @@ class Quarantine:
             self._until.pop(block_hash, None)
             self._until[block_hash] = now_s + self._period_s
 
-    def first_listed(self, block_hashes: Sequence[bytes], now_s: float) -> int:
-        """Returns the index of the first hash that is in quarantine; their number if none is."""
-        if self._until:
-            self._expire(now_s)
-            for index, block_hash in enumerate(block_hashes):
-                if block_hash in self._until:
-                    return index
-        return len(block_hashes)
+    def listed(self, block_hashes: Iterable[bytes], now_s: float) -> set[bytes]:
+        """Returns those of the hashes that are in quarantine."""
+        self._expire(now_s)
+        if not self._until:
+            return set()
+        return {block_hash for block_hash in block_hashes if block_hash in self._until}
 
     def clear(self) -> None:
         """Forgets all: after a reset no old key is ever asked for."""

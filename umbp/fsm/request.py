@@ -46,6 +46,7 @@ class RequestContext:
         local_tokens: Tokens that the engine had by itself when it last asked.
         question_id: The lookup that is open.
         hit_end_tokens: Position up to which the KV exists, from the last answer.
+        hit: What that answer found; opaque to the core.
         answered_s: When that answer came.
         load_job_id: The load that this life waits for.
         load_barred: A load failed; this request is not looked up again.
@@ -66,6 +67,7 @@ class RequestContext:
     local_tokens: int = 0
     question_id: int | None = None
     hit_end_tokens: int | None = None
+    hit: Any = None
     answered_s: float = 0.0
     load_job_id: int | None = None
     load_barred: bool = False

@@ -114,6 +114,7 @@ REQUEST_TABLE: Final = (
     Row(events.LoadExpired, (_P.LOADING,), _P.LOADING),
     # Running. A synchronous load runs while it loads, and so may be preempted.
     Row(events.BlocksFilled, (_P.RUNNING,), _P.RUNNING, effects.start_store),
+    Row(events.BoundaryOffered, (_P.RUNNING,), _P.RUNNING, effects.store_boundary),
     Row(events.Preempted, (_P.LOADING, _P.RUNNING), _P.PREEMPTED, effects.preempt),
     # The end, from wherever it comes.
     Row(events.RequestFinished, _ALIVE, _P.STORING, effects.finish_request),

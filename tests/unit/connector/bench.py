@@ -7,7 +7,15 @@ from umbp.connector.metadata import RankAnswer, StepMetadata, WorkerMetadata
 from umbp.connector.scheduler import SchedulerSide
 from umbp.fsm import Core, CoreLimits
 
-from .fakes import UNIT_TOKENS, FakeLookups, FakePool, FakeRequest, block_hash, step_output
+from .fakes import (
+    UNIT_TOKENS,
+    FakeLookups,
+    FakePool,
+    FakeRequest,
+    block_hash,
+    one_group_rules,
+    step_output,
+)
 
 
 class Bench:
@@ -26,7 +34,7 @@ class Bench:
         self.side = SchedulerSide(
             self.core, self.lookups, strict=True, clock=lambda: self.now_s, **options
         )
-        self.side.bind_block_pool(self.pool)
+        self.side.bind(one_group_rules(), self.pool)
         self.ranks = ranks
 
     def store_hashes(self, count: int) -> None:

@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stand-ins for what vLLM hands to the connector, with the attributes that it reads."""
 
+import functools
 import types
 from collections.abc import Sequence
 from typing import Any
 
 import attrs
 import numpy as np
+import torch
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from umbp.backends.base import LookupAnswer, LookupQuestion
+from umbp.connector.groups import GroupRules
 
 UNIT_TOKENS = 16
 
@@ -123,6 +128,25 @@ class FakeLookups:
         self.is_closed = True
 
 
+@functools.cache
+def one_group_rules() -> GroupRules:
+    """The rules of a model with one group of full attention, from vLLM's own classes."""
+    spec = FullAttentionSpec(
+        block_size=UNIT_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float32
+    )
+    config = KVCacheConfig(
+        num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
+    )
+    manager = KVCacheManager(
+        kv_cache_config=config,
+        max_model_len=1024,
+        scheduler_block_size=UNIT_TOKENS,
+        hash_block_size=UNIT_TOKENS,
+        max_in_flight_tokens=1024,
+    )
+    return GroupRules(manager)
+
+
 def step_output(
     scheduled: dict[str, int],
     tables: dict[str, list[int]] | None = None,
@@ -132,10 +156,12 @@ def step_output(
     """vLLM's ``SchedulerOutput``: tokens scheduled and block tables by request id."""
     known = tables or {}
     state = types.SimpleNamespace(
-        get_block_ids=lambda request_id: (known[request_id],) if request_id in known else None
+        get_block_ids=lambda request_id: (known[request_id],) if request_id in known else None,
+        boundary_state_offloads={},
     )
     return types.SimpleNamespace(
         num_scheduled_tokens=scheduled,
         preempted_req_ids=set(preempted),
+        finished_req_ids=set(),
         kv_connector_block_state=state,
     )

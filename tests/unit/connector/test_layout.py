@@ -66,10 +66,15 @@ def shared_layer() -> Caches:
     return caches
 
 
+def group(names: tuple[str, ...], *, prefix_cacheable: bool = True) -> types.SimpleNamespace:
+    spec = types.SimpleNamespace(prefix_cacheable=prefix_cacheable)
+    return types.SimpleNamespace(layer_names=list(names), kv_cache_spec=spec)
+
+
 def config(*groups: tuple[str, ...]) -> types.SimpleNamespace:
     return types.SimpleNamespace(
         num_blocks=BLOCKS,
-        kv_cache_groups=[types.SimpleNamespace(layer_names=list(names)) for names in groups],
+        kv_cache_groups=[group(names) for names in groups],
     )
 
 
@@ -137,6 +142,12 @@ def test_groups_have_layouts_of_their_own() -> None:
     memory = kv_memory(contiguous(), config(("l0", "l2"), ("l1",)))
     assert [layout.group_index for layout in memory.layouts] == [0, 1]
     assert memory.layout(0).object_bytes == 2 * memory.layout(1).object_bytes
+
+
+def test_scratch_groups_have_no_layout_and_keep_the_others_numbers() -> None:
+    both = config(("l0",), ("l1",))
+    both.kv_cache_groups[0] = group(("l0",), prefix_cacheable=False)
+    assert [layout.group_index for layout in kv_memory(contiguous(), both).layouts] == [1]
 
 
 def test_layer_without_a_cache_is_refused_by_name() -> None:

@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from umbp.connector.support import check_supported, warn_of_policy
+from umbp.connector.setup import load_async
+from umbp.connector.support import (
+    check_supported,
+    must_load_async,
+    sparse_groups,
+    warn_of_policy,
+)
 from umbp.errors import ConfigError
 
 
@@ -15,80 +21,152 @@ def ns(**fields: Any) -> types.SimpleNamespace:
     return types.SimpleNamespace(**fields)
 
 
-class FullAttentionSpec:
-    """Named as vLLM's class, which is all that is looked at."""
+class Spec:
+    """Named as vLLM's classes below, which is all that is looked at beside a few fields."""
+
+    prefix_cacheable = True
 
 
-class MLAAttentionSpec(FullAttentionSpec): ...
+class FullAttentionSpec(Spec): ...
 
 
-class SlidingWindowSpec: ...
+class MLAAttentionSpec(FullAttentionSpec):
+    def __init__(self, role: str = "sparse", tokens_per_state: int = 1) -> None:
+        self.cache_role = types.SimpleNamespace(value=role)
+        self.tokens_per_state = tokens_per_state
 
 
-class MambaSpec: ...
+class SlidingWindowSpec(Spec): ...
+
+
+class ChunkedLocalAttentionSpec(Spec): ...
 
 
 class RSWASpec(FullAttentionSpec): ...
 
 
-def engine(*specs: Any, pipeline: int = 1, sleep: bool = False, policy: str = "recompute") -> Any:
+class CircularBufferSpec(Spec):
+    prefix_cacheable = False
+
+
+class MambaSpec(Spec):
+    tokens_per_state = -1
+
+    def __init__(self, mode: str = "align") -> None:
+        self.mamba_cache_mode = mode
+
+
+def mixed(*specs: Any) -> Any:
+    """A group whose layers have unequal specs."""
+    return ns(
+        prefix_cacheable=True,
+        kv_cache_specs={f"l{index}": spec for index, spec in enumerate(specs)},
+    )
+
+
+def engine(*specs: Any, **fields: Any) -> Any:
     vllm_config = ns(
-        parallel_config=ns(pipeline_parallel_size=pipeline),
-        model_config=ns(enable_sleep_mode=sleep),
-        kv_transfer_config=ns(kv_load_failure_policy=policy),
+        parallel_config=ns(
+            pipeline_parallel_size=fields.get("pipeline", 1),
+            decode_context_parallel_size=fields.get("context", 1),
+            prefill_context_parallel_size=1,
+        ),
+        model_config=ns(enable_sleep_mode=fields.get("sleep", False)),
+        cache_config=ns(enable_prefix_caching=fields.get("caching", True)),
+        kv_transfer_config=ns(kv_load_failure_policy=fields.get("policy", "recompute")),
     )
     groups = [ns(kv_cache_spec=spec, layer_names=["l"]) for spec in specs]
     return vllm_config, ns(kv_cache_groups=groups)
 
 
+FULL = FullAttentionSpec()
+
+
 @pytest.mark.parametrize(
-    "spec",
+    "specs",
     [
-        FullAttentionSpec(),
-        MLAAttentionSpec(),
-        ns(kv_cache_specs={"a": FullAttentionSpec(), "b": MLAAttentionSpec()}),
+        [FULL],
+        [MLAAttentionSpec()],
+        [mixed(FULL, MLAAttentionSpec())],
+        [FULL, SlidingWindowSpec()],
+        [MambaSpec(), MambaSpec(), FULL],
+        [MambaSpec()],
+        # Scratch space is left alone, whatever it is.
+        [FULL, CircularBufferSpec()],
     ],
 )
-def test_one_group_of_full_attention_is_supported(spec: Any) -> None:
-    check_supported(*engine(spec))
+def test_supported_models(specs: list[Any]) -> None:
+    check_supported(*engine(*specs))
 
 
 @pytest.mark.parametrize(
-    ("arguments", "fields", "words"),
+    ("specs", "fields", "words"),
     [
-        ([FullAttentionSpec()], {"pipeline": 2}, "pipeline_parallel_size is 2.*--pipeline-p"),
-        ([FullAttentionSpec()], {"sleep": True}, "enable_sleep_mode"),
-        ([FullAttentionSpec(), MambaSpec()], {}, "2 KV cache groups.*--kv-transfer-config"),
-        ([], {}, "0 KV cache groups"),
-        ([SlidingWindowSpec()], {}, "of kind SlidingWindowSpec"),
-        ([MambaSpec()], {}, "of kind MambaSpec"),
+        ([FULL], {"pipeline": 2}, "pipeline_parallel_size is 2.*--pipeline-p"),
+        ([FULL], {"sleep": True}, "enable_sleep_mode"),
+        ([], {}, "no KV cache"),
+        ([ChunkedLocalAttentionSpec()], {}, "of kind ChunkedLocalAttentionSpec"),
         # A subclass of full attention that drops blocks is no full attention.
         ([RSWASpec()], {}, "of kind RSWASpec"),
-        ([ns(kv_cache_specs={"a": FullAttentionSpec(), "b": RSWASpec()})], {}, "RSWASpec"),
+        ([mixed(FULL, RSWASpec())], {}, "RSWASpec"),
+        ([FULL, MambaSpec("none")], {}, "mamba_cache_mode is none.*--mamba-cache-mode align"),
+        ([FULL, SlidingWindowSpec()], {"caching": False}, "--enable-prefix-caching"),
+        ([FULL, SlidingWindowSpec()], {"context": 2}, "--decode-context-parallel-size 1"),
     ],
 )
 def test_refusals_name_the_condition_and_the_flag(
-    arguments: list[Any], fields: dict[str, Any], words: str
+    specs: list[Any], fields: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words) as refusal:
-        check_supported(*engine(*arguments, **fields))
+        check_supported(*engine(*specs, **fields))
     assert "\n" not in str(refusal.value)
 
 
 def test_all_problems_are_named_at_once() -> None:
     with pytest.raises(ConfigError) as refusal:
-        check_supported(*engine(MambaSpec(), pipeline=4, sleep=True))
-    for word in ("pipeline_parallel_size", "enable_sleep_mode", "MambaSpec"):
+        check_supported(
+            *engine(RSWASpec(), MambaSpec("none"), pipeline=4, sleep=True, caching=False)
+        )
+    words = (
+        "pipeline_parallel_size",
+        "enable_sleep_mode",
+        "RSWASpec",
+        "mamba_cache_mode",
+        "--enable-p",
+    )
+    for word in words:
         assert word in str(refusal.value)
+
+
+def test_models_that_must_load_between_steps() -> None:
+    assert not must_load_async(engine(FULL)[1])
+    assert must_load_async(engine(FULL, SlidingWindowSpec())[1])
+    assert must_load_async(engine(MambaSpec())[1])
+
+
+def test_option_load_async_is_overruled_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    hybrid = engine(FULL, MambaSpec())[1]
+    assert load_async(True, hybrid)
+    assert not load_async(False, engine(FULL)[1])
+    assert not caplog.records
+    assert load_async(False, hybrid)
+    (record,) = caplog.records
+    assert "load_async is false and is ignored" in record.getMessage()
+
+
+def test_sparse_groups_are_those_whose_blocks_mean_nothing_before_they_are_full() -> None:
+    groups = engine(FULL, MLAAttentionSpec(), MLAAttentionSpec("indexer"), MambaSpec(),
+                    MLAAttentionSpec(tokens_per_state=4))[1]  # fmt: skip
+    assert sparse_groups(groups) == {2, 4}
 
 
 def test_policy_fail_warns_and_names_the_option(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        warn_of_policy(engine(FullAttentionSpec(), policy="fail")[0])
+        warn_of_policy(engine(FULL, policy="fail")[0])
     (record,) = caplog.records
     assert '"kv_load_failure_policy": "recompute"' in record.getMessage()
 
 
 def test_policy_recompute_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    warn_of_policy(engine(FullAttentionSpec())[0])
+    warn_of_policy(engine(FULL)[0])
     assert not caplog.records

@@ -44,7 +44,8 @@ ALIVE = (
 def parts(begin: int, end: int, groups: int = 1) -> tuple[LeasePart, ...]:
     """Blocks for a span of tokens, the same number in each group."""
     first, last = begin // UNIT, end // UNIT
-    return tuple(LeasePart(group, first, tuple(range(first, last))) for group in range(groups))
+    hashes, blocks = (b"hash",) * (last - first), tuple(range(first, last))
+    return tuple(LeasePart(group, hashes, blocks) for group in range(groups))
 
 
 class Driver:

@@ -5,13 +5,14 @@ import pytest
 
 from umbp.errors import UsageError
 from umbp.fsm import (
+    LeasePart,
     LoadAdmitted,
     LookupReply,
     RequestState,
     TransferLease,
 )
 
-from .driver import PROMPT, UNIT, Driver, parts, snapshot
+from .driver import PROMPT, UNIT, Driver, snapshot
 
 
 @pytest.fixture
@@ -41,13 +42,29 @@ def test_nothing_is_loaded_before_the_answer(driver: Driver) -> None:
 
 
 @pytest.mark.parametrize(
-    ("end", "blocks"), [(2 * UNIT, 1), (2 * UNIT, 3), (2 * UNIT - 1, 2), (2 * UNIT - 1, 1)]
+    ("end", "part", "words"),
+    [
+        (2 * UNIT, LeasePart(0, (b"a",), (1, 2)), "2 blocks and 1 hashes of group 0"),
+        (2 * UNIT, LeasePart(0, (b"a", b"b"), (1,)), "1 blocks and 2 hashes of group 0"),
+        (2 * UNIT, LeasePart(3, (), ()), "0 blocks and 0 hashes of group 3"),
+        (2 * UNIT - 1, LeasePart(0, (b"a", b"b"), (1, 2)), "no whole number of units"),
+    ],
 )
-def test_a_load_needs_one_block_for_each_unit(driver: Driver, end: int, blocks: int) -> None:
+def test_a_load_needs_a_hash_for_each_block_and_whole_units(
+    driver: Driver, end: int, part: LeasePart, words: str
+) -> None:
     driver.find(4 * UNIT)
     before = snapshot(driver.core)
-    with pytest.raises(UsageError, match=f"{blocks} blocks of group 0 for tokens 0 to {end}"):
-        driver.give(LoadAdmitted("a", 0, end, parts(0, blocks * UNIT), False))
+    with pytest.raises(UsageError, match=words):
+        driver.give(LoadAdmitted("a", 0, end, (part,), False))
+    assert snapshot(driver.core) == before
+
+
+def test_a_load_of_nothing_is_refused(driver: Driver) -> None:
+    driver.find(4 * UNIT)
+    before = snapshot(driver.core)
+    with pytest.raises(UsageError, match="no blocks for tokens 0 to 32"):
+        driver.give(LoadAdmitted("a", 0, 2 * UNIT, (), False))
     assert snapshot(driver.core) == before
 
 
