@@ -113,7 +113,13 @@ def _connector_options(settings: DemoSettings) -> dict[str, Any]:
     """Returns what goes into ``kv_connector_extra_config``."""
     # Two demos at a time must not take each other's lookup socket.
     instance = f"demo{os.getpid()}"
-    options = {"backend": settings.backend, "lookup_instance": instance, **settings.options}
+    options: dict[str, Any] = {
+        "backend": settings.backend,
+        "lookup_instance": instance,
+        # A machine that is busy with something else must not look like a miss.
+        "lookup_timeout_ms": 5000,
+        **settings.options,
+    }
     backend_options = attrs.fields_dict(find_backend(settings.backend).options_type)
     if "total_capacity_bytes" in backend_options and "capacity_bytes" not in options:
         options.setdefault("total_capacity_bytes", _CAPACITY_BYTES)

@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from umbp.backends.base import Int64Array
+from umbp.fsm import TransferLease
 
 
 def pack_ids(block_ids: Sequence[int]) -> bytes:
@@ -64,6 +65,22 @@ class TransferPlan:
     epoch: int
     parts: list[PlanPart]
     synchronous: bool = False
+
+
+def plan_of(lease: TransferLease) -> TransferPlan:
+    """Says what the workers have to know of a transfer."""
+    parts = [
+        PlanPart(
+            part.group_index,
+            len(part.block_hashes[0]),
+            b"".join(part.block_hashes),
+            pack_ids(part.block_ids),
+        )
+        for part in lease.parts
+    ]
+    return TransferPlan(
+        lease.job_id, lease.request.request_id, lease.epoch, parts, lease.synchronous
+    )
 
 
 @attrs.define

@@ -11,12 +11,17 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import attrs
-import numpy as np
-
-from umbp.backends.base import LookupAnswer, LookupClient, LookupPart, LookupQuestion
-from umbp.connector.groups import Asked, BoolArray, GroupRules
-from umbp.connector.metadata import PlanPart, StepMetadata, TransferPlan, WorkerMetadata, pack_ids
+from umbp.backends.base import LookupClient
+from umbp.connector.groups import GroupRules
+from umbp.connector.lookups import OpenLookups
+from umbp.connector.metadata import (
+    PlanPart,
+    StepMetadata,
+    TransferPlan,
+    WorkerMetadata,
+    pack_ids,
+    plan_of,
+)
 from umbp.connector.pins import BlockPins
 from umbp.errors import UmbpError, UsageError
 from umbp.fsm import (
@@ -34,7 +39,6 @@ from umbp.fsm import (
     LeaseSent,
     LeaseState,
     LoadAdmitted,
-    LookupAnswered,
     LookupAsked,
     LookupReply,
     LookupSkipped,
@@ -52,21 +56,6 @@ from umbp.fsm import (
 )
 
 logger = logging.getLogger(__name__)
-
-
-@attrs.frozen(eq=False)
-class _Question:
-    """A lookup that is open.
-
-    Attributes:
-        context: The request.
-        begin_tokens: What the engine had by itself.
-        asked: What was asked for.
-    """
-
-    context: RequestContext
-    begin_tokens: int
-    asked: list[Asked]
 
 
 class SchedulerSide:
@@ -96,7 +85,8 @@ class SchedulerSide:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.core = core
-        self._lookups = lookups
+        self._client = lookups
+        self._lookups: OpenLookups | None = None
         self._load_async = load_async
         self._lookup_async = lookup_async
         self._store = store
@@ -106,7 +96,6 @@ class SchedulerSide:
         self._unit = core.limits.unit_tokens
         self._pins: BlockPins | None = None
         self._bound_rules: GroupRules | None = None
-        self._questions: dict[int, _Question] = {}
         self._answers_taken = False
         # The engine's own hit in its last question; admission follows in the same breath.
         self._local_tokens = 0
@@ -127,6 +116,8 @@ class SchedulerSide:
                 f"hits are in units of {rules.hash_tokens} tokens, transfers of {self._unit}"
             )
         self._bound_rules = rules
+        if self._client is not None:
+            self._lookups = OpenLookups(self._client, rules, self.core.quarantine)
         self._pins = BlockPins(block_pool)
 
     @property
@@ -137,6 +128,10 @@ class SchedulerSide:
 
     def matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """Answers ``get_num_new_matched_tokens``."""
+        if self.core.sync_loads and self._shares_open_load(request, local_tokens):
+            # Should the load fail, vLLM has one reader of the blocks compute them again, and lets
+            # the others read them before that is done. The next step is soon enough.
+            return None, False
         now_s = self._clock()
         self._local_tokens = local_tokens
         reply = self.core.lookup_reply(request.request_id, local_tokens, now_s)
@@ -225,12 +220,27 @@ class SchedulerSide:
                 self._bytes[f"bytes_{'loaded' if _is_load(lease) else 'stored'}"] += (
                     answer.bytes_moved
                 )
+                if lease.synchronous and not answer.succeeded:
+                    self._uncache(lease)
             if answer.succeeded:
                 self._give(RankSucceeded(answer.job_id, answer.rank))
                 continue
             logger.debug("job %d failed on rank %d: %s", answer.job_id, answer.rank, answer.reason)
             failed = tuple(answer.failed_hashes)
             self._give(RankFailed(answer.job_id, answer.rank, answer.attempted, failed))
+
+    def _uncache(self, lease: TransferLease) -> None:
+        """Takes what a failed synchronous load has left behind out of vLLM's prefix cache.
+
+        That is the blocks of the load, and those that the same step computed from them. vLLM
+        leaves all of them to be found until the request has computed them again, and for ever when
+        it is aborted before.
+        """
+        if self._pins is not None:
+            first = lease.begin_tokens // self._unit
+            # Only a model with one group loads within a step.
+            (group,) = self._rules.groups
+            self._pins.uncache(lease.request.source.block_hashes[first:], group.index)
 
     def reset(self) -> bool:
         """Answers ``reset_cache``: nothing stored so far is found again."""
@@ -268,8 +278,8 @@ class SchedulerSide:
 
     def close(self) -> None:
         """Answers ``shutdown``."""
-        if self._lookups is not None:
-            self._lookups.close()
+        if self._client is not None:
+            self._client.close()
 
     # ------------------------------------------------------------ events and commands
 
@@ -292,11 +302,11 @@ class SchedulerSide:
         for command in commands:
             match command:
                 case StartLookup():
-                    self._start_lookup(command)
-                case DropLookup(question_id=question_id):
-                    self._questions.pop(question_id, None)
                     if self._lookups is not None:
-                        self._lookups.forget(question_id)
+                        self._lookups.start(command)
+                case DropLookup(question_id=question_id):
+                    if self._lookups is not None:
+                        self._lookups.drop(question_id)
                 case StartLoad(lease=lease):
                     self._loads.append(lease)
                 case StartStore(lease=lease):
@@ -327,19 +337,20 @@ class SchedulerSide:
         kind = LookupAsked if useful else LookupSkipped
         self._give(kind(request.request_id, request, local_tokens, limit, store_end))
 
-    def _start_lookup(self, command: StartLookup) -> None:
-        context = command.request
-        question_id = context.question_id
-        if self._lookups is None or question_id is None:
-            return
-        asked = self._rules.ask(context.source.block_hashes, command.begin_tokens)
-        self._questions[question_id] = _Question(context, command.begin_tokens, asked)
-        parts = tuple(
-            LookupPart(one.group.index, len(one.hashes[0]), b"".join(one.hashes))
-            for one in asked
-            if one.hashes
-        )
-        self._lookups.ask(LookupQuestion(question_id, context.epoch, parts))
+    def _shares_open_load(self, request: Any, local_tokens: int) -> bool:
+        """Says whether the engine's own hit rests on blocks that this step is to load.
+
+        vLLM puts the blocks of a synchronous load into its prefix cache before they are filled.
+        """
+        for lease in self.core.leases.values():
+            first = lease.begin_tokens // self._unit
+            if (
+                lease.synchronous
+                and lease.begin_tokens < local_tokens
+                and lease.request.source.block_hashes[first] == request.block_hashes[first]
+            ):
+                return True
+        return False
 
     def _await_reply(self, request_id: str, local_tokens: int) -> "int | LookupReply":
         """Takes answers that are there; without ``lookup_async``, waits for the one asked for."""
@@ -362,40 +373,9 @@ class SchedulerSide:
                 self._perform(self.core.tick(now_s))
 
     def _take_answers(self, wait_s: float) -> None:
-        if self._lookups is None or not self._questions:
-            return
-        for answer in self._lookups.answers(wait_s):
-            self._take_answer(answer)
-
-    def _take_answer(self, answer: LookupAnswer) -> None:
-        question = self._questions.pop(answer.question_id, None)
-        if question is None:
-            return
-        request = question.context.source
-        end, hit = question.begin_tokens, None
-        if answer.present is None:
-            logger.warning("lookup of %s failed: %s", request.request_id, answer.reason)
-        else:
-            hit = self._rules.hit(
-                question.asked,
-                self._masks(question.asked, answer.present),
-                request.block_hashes,
-                local_tokens=question.begin_tokens,
-                # The last token is always computed: its logits are what the engine wants.
-                limit_tokens=request.num_tokens - 1,
-            )
-            end = max(end, hit.end_tokens)
-        self._give(LookupAnswered(request.request_id, answer.question_id, end, hit))
-
-    def _masks(self, asked: Sequence[Asked], present: Sequence[BoolArray]) -> list[BoolArray]:
-        """Returns what is present for each group, less what is in quarantine."""
-        answers = iter(present)
-        masks = [next(answers) if one.hashes else np.zeros(0, dtype=bool) for one in asked]
-        for at, one in enumerate(asked):
-            listed = self.core.quarantine.listed(one.hashes, self._clock())
-            if listed:
-                masks[at] = masks[at] & np.array([h not in listed for h in one.hashes])
-        return masks
+        if self._lookups is not None:
+            for event in self._lookups.answers(wait_s, self._clock()):
+                self._give(event)
 
     # ------------------------------------------------------------ stores
 
@@ -478,8 +458,8 @@ class SchedulerSide:
         refused, self._refused = self._refused, []
         metadata = StepMetadata(
             self.core.epoch,
-            [_plan(lease) for lease in loads],
-            [_plan(lease) for lease in stores],
+            [plan_of(lease) for lease in loads],
+            [plan_of(lease) for lease in stores],
             cancels,
             refused,
         )
@@ -500,19 +480,4 @@ def _lost_its_blocks(context: RequestContext) -> bool:
     return (
         context.state in (RequestState.LOADING, RequestState.RUNNING)
         and context.source.status.name == "PREEMPTED"
-    )
-
-
-def _plan(lease: TransferLease) -> TransferPlan:
-    parts = [
-        PlanPart(
-            part.group_index,
-            len(part.block_hashes[0]),
-            b"".join(part.block_hashes),
-            pack_ids(part.block_ids),
-        )
-        for part in lease.parts
-    ]
-    return TransferPlan(
-        lease.job_id, lease.request.request_id, lease.epoch, parts, lease.synchronous
     )

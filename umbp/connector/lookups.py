@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Questions that are open: from a request's block hashes to a backend's answer, and to a hit."""
+
+import logging
+from collections.abc import Sequence
+
+import attrs
+import numpy as np
+
+from umbp.backends.base import LookupAnswer, LookupClient, LookupPart, LookupQuestion
+from umbp.connector.groups import Asked, BoolArray, GroupRules
+from umbp.fsm import LookupAnswered, RequestContext, StartLookup
+from umbp.fsm.quarantine import Quarantine
+
+logger = logging.getLogger(__name__)
+
+
+@attrs.frozen(eq=False)
+class _Question:
+    """A lookup that is open.
+
+    Attributes:
+        context: The request.
+        begin_tokens: What the engine had by itself.
+        asked: What was asked for.
+    """
+
+    context: RequestContext
+    begin_tokens: int
+    asked: list[Asked]
+
+
+class OpenLookups:
+    """Asks a backend, and turns its answers into events.
+
+    Args:
+        client: The backend's side in the scheduler.
+        rules: Cache-group rules.
+        quarantine: Hashes that count as missing.
+    """
+
+    def __init__(self, client: LookupClient, rules: GroupRules, quarantine: Quarantine) -> None:
+        self._client = client
+        self._rules = rules
+        self._quarantine = quarantine
+        self._questions: dict[int, _Question] = {}
+        # Answered without asking.
+        self._ready: list[LookupAnswered] = []
+
+    def start(self, command: StartLookup) -> None:
+        """Asks which blocks of a request every rank holds."""
+        context = command.request
+        question_id = context.question_id
+        if question_id is None:
+            return
+        asked = self._rules.ask(context.source.block_hashes, command.begin_tokens)
+        parts = tuple(
+            LookupPart(one.group.index, len(one.hashes[0]), b"".join(one.hashes))
+            for one in asked
+            if one.hashes
+        )
+        if not parts:
+            answer = LookupAnswered(context.request_id, question_id, command.begin_tokens)
+            self._ready.append(answer)
+            return
+        self._questions[question_id] = _Question(context, command.begin_tokens, asked)
+        self._client.ask(LookupQuestion(question_id, context.epoch, parts))
+
+    def drop(self, question_id: int) -> None:
+        """Forgets a question; its answer is not returned."""
+        self._questions.pop(question_id, None)
+        self._client.forget(question_id)
+
+    def answers(self, wait_s: float, now_s: float) -> list[LookupAnswered]:
+        """Returns what has been answered, waiting at most ``wait_s`` for the first.
+
+        Args:
+            wait_s: How long to wait.
+            now_s: The time, for the quarantine.
+        """
+        events, self._ready = self._ready, []
+        if self._questions and not events:
+            for answer in self._client.answers(wait_s):
+                question = self._questions.pop(answer.question_id, None)
+                if question is not None:
+                    events.append(self._event(question, answer, now_s))
+        return events
+
+    def close(self) -> None:
+        """Gives the client back."""
+        self._client.close()
+
+    def _event(self, question: _Question, answer: LookupAnswer, now_s: float) -> LookupAnswered:
+        request = question.context.source
+        end, hit = question.begin_tokens, None
+        if answer.present is None:
+            logger.warning("lookup of %s failed: %s", request.request_id, answer.reason)
+        else:
+            hit = self._rules.hit(
+                question.asked,
+                self._masks(question.asked, answer.present, now_s),
+                request.block_hashes,
+                local_tokens=question.begin_tokens,
+                # The last token is always computed: its logits are what the engine wants.
+                limit_tokens=request.num_tokens - 1,
+            )
+            end = max(end, hit.end_tokens)
+        return LookupAnswered(request.request_id, answer.question_id, end, hit)
+
+    def _masks(
+        self, asked: Sequence[Asked], present: Sequence[BoolArray], now_s: float
+    ) -> list[BoolArray]:
+        """Returns what is present for each group, less what is in quarantine."""
+        answers = iter(present)
+        masks = [next(answers) if one.hashes else np.zeros(0, dtype=bool) for one in asked]
+        for at, one in enumerate(asked):
+            listed = self._quarantine.listed(one.hashes, now_s)
+            if listed:
+                masks[at] = masks[at] & np.array([hash_ not in listed for hash_ in one.hashes])
+        return masks
