@@ -3,10 +3,11 @@
 
 Constant or small weights hide every corruption: the output would be the same with any KV. Here
 queries and keys are large, so that attention is peaked, and values dominate the residual stream, so
-that what attention reads decides the next token. ``test_corruption.py`` shows that it does.
+that what attention reads decides the next token. ``test_engine_corruption.py`` shows that it does.
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,6 +27,31 @@ LLAMA: Final[dict[str, Any]] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+
+GEMMA: Final[dict[str, Any]] = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+    "sliding_window": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "query_pre_attn_scalar": 32,
+    "vocab_size": 512,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "rope_local_base_freq": 10000.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+"""Two kinds of attention, so that vLLM makes more than one KV cache group of it."""
+
+CONFIGS: Final = {"llama": LLAMA, "gemma": GEMMA}
 
 # Standard deviation times the square root of the fan-in, by the parameter's name.
 _GAINS: Final = (
@@ -65,5 +91,5 @@ def _deviation(name: str, fan_in: int) -> float:
         return _EMBEDDING_STD
     for parts, gain in _GAINS:
         if any(part in name for part in parts):
-            return gain / fan_in**0.5
-    return _OTHER_GAIN / fan_in**0.5
+            return gain / math.sqrt(fan_in)
+    return _OTHER_GAIN / math.sqrt(fan_in)

@@ -235,7 +235,7 @@ def what_comes_next(pair: Pair, name: str, low: int, high: int, flag: bool, numb
     request = pair.core.requests.get(name)
     if request is None or request.state is RequestState.PREEMPTED:
         ask(pair, name, low % 2, 5, not pair.core.may_lookup(name), 0)
-    elif request.question_id is not None:
+    elif request.question_id is not None and number:
         answer(pair, name, low, high or 5, flag, 1)
     elif request.state is RequestState.LOOKUP:
         begin, end = request.local_tokens // UNIT, (request.hit_end_tokens or 0) // UNIT

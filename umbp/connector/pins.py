@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pins on GPU blocks: a reference in vLLM's own block pool."""
+"""What umbp does to vLLM's block pool: it pins blocks, and takes wrong ones out of the cache."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from umbp.fsm import TransferLease
@@ -39,6 +39,13 @@ class BlockPins:
     def any_in_use(self) -> bool:
         """Says whether any block is in use, by whomever; vLLM's null block always is."""
         return bool(self._pool.num_gpu_blocks - self._pool.get_num_free_blocks() > 1)
+
+    def uncache(self, block_hashes: Iterable[bytes], group_index: int) -> None:
+        """Takes all blocks with these hashes out of vLLM's prefix cache; their users keep them."""
+        for block_hash in block_hashes:
+            # More than one block may have the same content.
+            while found := self._pool.get_cached_block(block_hash, [group_index]):
+                self._pool.evict_blocks({block.block_id for block in found})
 
     def _blocks(self, lease: TransferLease) -> Iterator[Any]:
         # A lease names no block twice within a group, and groups share one space of ids.

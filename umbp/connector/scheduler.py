@@ -111,6 +111,10 @@ class SchedulerSide:
 
     def matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """Answers ``get_num_new_matched_tokens``."""
+        if self.core.sync_loads and self._shares_open_load(request, local_tokens):
+            # Should the load fail, vLLM has one reader of the blocks compute them again, and lets
+            # the others read them before that is done. The next step is soon enough.
+            return None, False
         now_s = self._clock()
         self._local_tokens = local_tokens
         reply = self.core.lookup_reply(request.request_id, local_tokens, now_s)
@@ -177,12 +181,25 @@ class SchedulerSide:
                 self._bytes[f"bytes_{'loaded' if _is_load(lease) else 'stored'}"] += (
                     answer.bytes_moved
                 )
+                if lease.synchronous and not answer.succeeded:
+                    self._uncache(lease)
             if answer.succeeded:
                 self._give(RankSucceeded(answer.job_id, answer.rank))
                 continue
             logger.debug("job %d failed on rank %d: %s", answer.job_id, answer.rank, answer.reason)
             failed = tuple(answer.failed_hashes)
             self._give(RankFailed(answer.job_id, answer.rank, answer.attempted, failed))
+
+    def _uncache(self, lease: TransferLease) -> None:
+        """Takes what a failed synchronous load has left behind out of vLLM's prefix cache.
+
+        That is the blocks of the load, and those that the same step computed from them. vLLM
+        leaves all of them to be found until the request has computed them again, and for ever when
+        it is aborted before.
+        """
+        if self._pins is not None:
+            first = lease.begin_tokens // self._unit
+            self._pins.uncache(lease.request.source.block_hashes[first:], _GROUP)
 
     def reset(self) -> bool:
         """Answers ``reset_cache``: nothing stored so far is found again."""
@@ -278,6 +295,21 @@ class SchedulerSide:
         )
         kind = LookupAsked if useful else LookupSkipped
         self._give(kind(request.request_id, request, local_tokens, limit, store_end))
+
+    def _shares_open_load(self, request: Any, local_tokens: int) -> bool:
+        """Says whether the engine's own hit rests on blocks that this step is to load.
+
+        vLLM puts the blocks of a synchronous load into its prefix cache before they are filled.
+        """
+        for lease in self.core.leases.values():
+            first = lease.begin_tokens // self._unit
+            if (
+                lease.synchronous
+                and lease.begin_tokens < local_tokens
+                and lease.request.source.block_hashes[first] == request.block_hashes[first]
+            ):
+                return True
+        return False
 
     def _start_lookup(self, command: StartLookup) -> None:
         context = command.request

@@ -57,6 +57,7 @@ class FakePool:
         self.blocks[0].is_null = True
         self.blocks[0].ref_cnt = 1
         self.freed: list[int] = []
+        self.cached: dict[bytes, list[int]] = {}
 
     def take(self, count: int) -> list[int]:
         """Allocates blocks for a request."""
@@ -81,6 +82,15 @@ class FakePool:
 
     def get_num_free_blocks(self) -> int:
         return sum(not block.ref_cnt for block in self.blocks)
+
+    def get_cached_block(self, block_hash: bytes, group_ids: list[int]) -> list[FakeBlock] | None:
+        assert group_ids == [0]
+        found = self.cached.get(block_hash)
+        return [self.blocks[found[0]]] if found else None
+
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        for cached in self.cached.values():
+            cached[:] = [block_id for block_id in cached if block_id not in block_ids]
 
 
 class FakeLookups:

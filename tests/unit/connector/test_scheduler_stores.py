@@ -163,21 +163,48 @@ def test_restored_blocks_are_not_stored_again() -> None:
 
 
 def test_nothing_is_stored_while_a_synchronous_load_may_still_fail() -> None:
-    """Case 3.3: the blocks of a synchronous load are shared before they are filled."""
     bench = Bench(load_async=False)
     bench.store_hashes(2)
-    request, sharer = FakeRequest.of("a", 52), FakeRequest.of("b", 100)
+    request, other = FakeRequest.of("a", 52), FakeRequest.of("b", 20)
+    other.block_hashes[0] = b"another prompt's".ljust(32)
     assert bench.side.matched_tokens(request, 0) == (32, False)
-    tables = {"a": bench.pool.take(4), "b": bench.pool.take(7)}
+    tables = {"a": bench.pool.take(4), "b": bench.pool.take(2)}
     bench.side.admitted(request, (tables["a"],), 32)
-    assert bench.side.matched_tokens(sharer, 32) == (0, False)
-    bench.side.admitted(sharer, (tables["b"],), 0)
-    metadata = bench.side.step_metadata(step_output({"a": 20, "b": 68}, tables))
+    assert bench.side.matched_tokens(other, 0) == (0, False)
+    bench.side.admitted(other, (tables["b"],), 0)
+    metadata = bench.side.step_metadata(step_output({"a": 20, "b": 20}, tables))
     assert len(metadata.loads) == 1
     assert metadata.stores == []
     bench.answer(metadata.loads[0].job_id, succeeded=False)
-    request.num_computed_tokens, sharer.num_computed_tokens = 0, 100
+    request.num_computed_tokens, other.num_computed_tokens = 0, 20
     assert bench.side.step_metadata(step_output({"a": 52, "b": 1}, tables)).stores == []
+
+
+def test_a_request_does_not_share_blocks_that_the_same_step_loads() -> None:
+    """Case 3.3: vLLM lets such a request read them, also when the load has failed."""
+    bench = Bench(load_async=False)
+    bench.store_hashes(2)
+    request, sharer = FakeRequest.of("a", 52), FakeRequest.of("b", 100)
+    table = bench.admit(request)
+    assert bench.side.matched_tokens(sharer, 32) == (None, False)
+    (load,) = bench.side.step_metadata(step_output({"a": 20}, {"a": table})).loads
+    bench.answer(load.job_id)
+    assert bench.side.matched_tokens(sharer, 32) == (0, False)
+
+
+def test_a_failed_synchronous_load_leaves_the_engines_own_cache() -> None:
+    bench = Bench(load_async=False, ranks=2)
+    bench.store_hashes(2)
+    request = FakeRequest.of("a", 52)
+    table = bench.admit(request)
+    # The engine caches the blocks of the load, the one computed from them, and a copy of one.
+    bench.pool.cached = {block_hash(index): [table[index]] for index in range(3)}
+    bench.pool.cached[block_hash(1)].append(40)
+    bench.pool.cached[block_hash(7)] = [41]
+    (load,) = bench.side.step_metadata(step_output({"a": 20}, {"a": table})).loads
+    bench.answer(load.job_id, succeeded=False)
+    cached = {hash_: blocks for hash_, blocks in bench.pool.cached.items() if blocks}
+    assert cached == {block_hash(7): [41]}
 
 
 # ---------------------------------------------------------------- ends of lives

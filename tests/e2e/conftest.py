@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests on vLLM's real engine, with tiny models on a CPU.
+
+Where ``UMBP_REQUIRE_MORI`` is 1 the tests of the ``embedded`` backend fail when MORI cannot be
+loaded; elsewhere they are skipped.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine import EngineSettings
+from engine_process import EngineError, EngineProcess, Engines
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(HERE):
+            item.add_marker(pytest.mark.e2e)
+
+
+@pytest.fixture(scope="session")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    """Starts engines."""
+    engines = Engines(tmp_path_factory.mktemp("engines"))
+    yield engines
+    engines.close()
+
+
+@pytest.fixture(scope="session")
+def mori_problem(engines: Engines) -> str | None:
+    """Says why MORI cannot be loaded; found out elsewhere, since it stays loaded."""
+    process = engines.process()
+    try:
+        process.run(_load_mori)
+    except EngineError as error:
+        if error.kind != "BackendUnavailable":
+            raise
+        return error.message
+    finally:
+        process.close()
+    return None
+
+
+def _load_mori(_: Any) -> None:
+    from umbp.backends.mori_library import load_mori
+
+    load_mori(default_read_lease_ms=1)
+
+
+@pytest.fixture(scope="module", params=["memory", pytest.param("embedded", marks=pytest.mark.mori)])
+def backend(request: pytest.FixtureRequest) -> str:
+    """Name of the backend: every test that asks for it runs on each."""
+    name: str = request.param
+    if name == "embedded":
+        problem = request.getfixturevalue("mori_problem")
+        if problem is not None and os.environ.get("UMBP_REQUIRE_MORI") == "1":
+            pytest.fail(f"UMBP_REQUIRE_MORI is 1, but {problem}", pytrace=False)
+        if problem is not None:
+            pytest.skip(problem)
+    return name
+
+
+@pytest.fixture
+def settings(backend: str) -> EngineSettings:
+    """What ``engine`` is started with; a module with other settings replaces this."""
+    return EngineSettings(backend=backend)
+
+
+@pytest.fixture
+def engine(engines: Engines, settings: EngineSettings) -> Iterator[EngineProcess]:
+    """An engine that has forgotten everything; it must be at rest after the test."""
+    yield engines.shared(settings)
+    problems = engines.release(settings)
+    assert not problems, problems

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tests do inside a worker. Each function is called with vLLM's worker as first argument."""
+
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+from umbp.backends.base import TransferJob, TransferOutcome, TransferPart, WorkerPool
+from umbp.keys import KeySpace
+
+_TIMEOUT_S: Final = 30.0
+_JOB_ID: Final = 1 << 40
+"""Above every job that an engine of a test comes to."""
+
+
+def overwrite_kv_memory(worker: Any, seed: int = 7) -> None:
+    """Fills all KV memory with finite noise, so that nothing can be read from stale blocks."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    for cache in worker.model_runner.kv_caches:
+        flat = torch.empty(0, dtype=cache.dtype).set_(cache.untyped_storage())
+        flat.copy_(torch.randn(flat.shape, generator=generator) * 3)
+
+
+def change_byte(worker: Any, block_id: int, layer_index: int, token_index: int) -> None:
+    """Changes one byte of a block: the exponent of one number, which is about 1 otherwise."""
+    import torch
+
+    cache = worker.model_runner.kv_caches[layer_index]
+    assert cache.dtype is torch.float32
+    cache[block_id, 0, token_index, :1].view(torch.uint8)[-1] = 0x47  # 2**15 and more
+
+
+def zero_block(worker: Any, block_id: int) -> None:
+    """Zeroes one block in all layers."""
+    for cache in worker.model_runner.kv_caches:
+        cache[block_id].zero_()
+
+
+def layer_count(worker: Any) -> int:
+    """Returns the number of layers with KV."""
+    return len(worker.model_runner.kv_caches)
+
+
+def store_objects(
+    worker: Any, hashes: Sequence[bytes], block_ids: Sequence[int], epoch: int
+) -> bool:
+    """Stores blocks of KV memory under the keys of an epoch, past the connector."""
+    from umbp.connector.namespace import digest
+
+    connector = _connector()
+    keyspace = KeySpace(digest(connector.manifest))
+    keys = keyspace.keys(hashes, epoch=epoch, group_index=0, rank=worker.rank)
+    pool = worker_pool()
+    part = TransferPart(0, keys, block_ids)
+    pool.store(TransferJob(_JOB_ID + epoch, (part,), time.monotonic() + _TIMEOUT_S))
+    deadline = time.monotonic() + _TIMEOUT_S
+    while not (results := pool.poll()):
+        assert time.monotonic() < deadline, "the pool never answered"
+        time.sleep(0.001)
+    return results[0].outcome is TransferOutcome.DONE
+
+
+def worker_pool() -> WorkerPool:
+    """Returns the pool of this worker."""
+    pool: WorkerPool = _connector().worker_side._pool
+    return pool
+
+
+def _connector() -> Any:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return get_kv_transfer_group()
