@@ -12,7 +12,7 @@ from collections import Counter
 from core_engine import PROMPT, PROMPT_BLOCKS, UNIT, Engine
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from umbp.fsm import (
     BlocksFilled,
@@ -37,6 +37,7 @@ from umbp.fsm import (
 
 names = st.sampled_from(["a", "b", "c"])
 blocks = st.integers(0, PROMPT_BLOCKS)
+hits = st.integers(1, PROMPT_BLOCKS)
 booleans = st.booleans()
 numbers = st.integers(0, 1000)
 
@@ -68,13 +69,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     # ------------------------------------------------------------ what usually comes next
 
-    @rule(
-        name=names,
-        local=blocks,
-        hit=st.integers(1, PROMPT_BLOCKS),
-        synchronous=booleans,
-        steps=st.integers(1, 5),
-    )
+    @rule(name=names, local=blocks, hit=hits, synchronous=booleans, steps=st.integers(1, 7))
     def go_on(self, name: str, local: int, hit: int, synchronous: bool, steps: int) -> None:
         """Does what an engine would do next with a request."""
         for _ in range(steps):
@@ -85,13 +80,22 @@ class CoreMachine(RuleBasedStateMachine):
             elif request.state is RequestState.LOADING:
                 return
             elif request.state is RequestState.RUNNING:
-                self.fill(name, request.planned_tokens + 2 * UNIT)
+                self.fill(name, request.planned_tokens + UNIT)
             elif request.question_id is not None:
                 self.answer(name, hit)
             elif (request.hit_end_tokens or 0) > request.local_tokens:
                 self.load(name, 0, 0, True, synchronous)
             else:
                 self.compute(name, request.local_tokens)
+
+    @rule(local=blocks, hit=hits, steps=st.integers(3, 7))
+    def compute_together(self, local: int, hit: int, steps: int) -> None:
+        """Lets every request compute and store as far as it comes without a load."""
+        for name in ("a", "b", "c"):
+            request = self.core.requests.get(name)
+            if request is None or request.state is RequestState.LOOKUP:
+                self.ask(name, local % hit, 0, True, PROMPT_BLOCKS)
+            self.go_on(name, local, hit, False, steps)
 
     @rule(number=numbers, failing=st.none() | st.integers(0, 2), attempted=booleans)
     def work(self, number: int, failing: int | None, attempted: bool) -> None:
@@ -178,11 +182,12 @@ class CoreMachine(RuleBasedStateMachine):
         self.engine.give(RequestFinished(name))
         self.engine.tables.pop(name, None)
 
+    @precondition(lambda self: len(self.core.requests) > 1)
     @rule(kept=booleans)
     def reset(self, kept: bool) -> None:
         assert self.engine.give(EpochRaised(kept))
 
-    @rule(seconds=st.sampled_from([0.25, 1.0, 10.0, 100.0]))
+    @rule(seconds=st.sampled_from([0.25, 1.0, 1.0, 10.0, 10.0, 100.0]))
     def wait(self, seconds: float) -> None:
         self.engine.wait(seconds)
 
