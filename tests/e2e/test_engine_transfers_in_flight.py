@@ -184,6 +184,7 @@ def test_reset_while_the_lookup_is_out(engine: EngineProcess) -> None:
     (computed,) = engine.finish(request_id)
     # The answer to the first question is for an epoch that is over.
     assert (computed.external_tokens, computed.tokens) == (0, cold)
+    assert engine.faults()[0]["loads"] == 0
     assert_restored(engine, cold)
 
 

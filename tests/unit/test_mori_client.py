@@ -2,7 +2,7 @@
 """The client around MORI: what is sent, in which pieces, and what comes of each answer.
 
 MORI is played by ``FakeMori``, which obeys the rules that MORI 1.2.4 was measured to have and fails
-the test when a call breaks one. ``tests/mori`` runs the same client on the real thing.
+the test when a call breaks one. ``tests/embedded`` runs the same client on the real thing.
 """
 
 import contextlib
