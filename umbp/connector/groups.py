@@ -166,7 +166,8 @@ class GroupRules:
 
     Args:
         kv_cache_manager: vLLM's ``KVCacheManager``; never changed.
-        sparse_groups: Groups of which only whole blocks may be restored, whatever vLLM allows.
+        sparse_groups: Groups of which only whole blocks may be restored, whatever vLLM allows; then
+            no hit ends inside a block.
     """
 
     def __init__(self, kv_cache_manager: Any, sparse_groups: frozenset[int] = frozenset()) -> None:
@@ -301,9 +302,14 @@ class GroupRules:
             offers: (group, block id, boundary in tokens), as vLLM hands them off.
             computed_tokens: Tokens whose KV is in the request's blocks when the store begins.
         """
+        ends = {
+            group.index: self.hash_tokens if group.is_fine else group.block_tokens
+            for group in self.groups
+        }
         chosen: dict[int, dict[bytes, int]] = {}
         for group_index, block_id, boundary in offers:
-            if block_id == NULL_BLOCK_ID or boundary % self.hash_tokens:
+            # Where hits end at blocks only, nobody would ask for a boundary inside one.
+            if block_id == NULL_BLOCK_ID or boundary % ends[group_index]:
                 continue
             index = boundary // self.hash_tokens - 1
             if not 0 <= index < len(block_hashes):
@@ -359,7 +365,8 @@ def _groups(coordinator: Any, hash_tokens: int, sparse_groups: frozenset[int]) -
         manager = coordinator.single_type_managers[index]
         block_tokens = manager.block_size
         is_state = type(manager).__name__ == "MambaManager"
-        fine = partial and block_tokens > hash_tokens and index not in sparse_groups
+        # All groups end a hit at one place, so one that cannot end inside blocks binds the others.
+        fine = partial and block_tokens > hash_tokens and not sparse_groups
         groups.append(
             Group(
                 index=index,

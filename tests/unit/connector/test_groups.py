@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Group rules against vLLM's own classes and a brute-force oracle; no model is run."""
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -15,10 +16,12 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
 )
 
 from umbp.connector.groups import GroupRules, GroupsHit, Hit, RunHit
+from umbp.connector.support import sparse_groups
 
 from .fakes import block_hash
 
@@ -43,16 +46,19 @@ def state(block: int = 16) -> Any:
     )
 
 
-def make_manager(
-    *specs: Any, block: int, unit: int, eagle: tuple[int, ...] = (), use_eagle: bool = False
-) -> Any:
+def config_of(*specs: Any, eagle: tuple[int, ...] = ()) -> Any:
     groups = [
         KVCacheGroupSpec([f"layer{index}"], spec, is_eagle_group=index in eagle)
         for index, spec in enumerate(specs)
     ]
-    config = KVCacheConfig(num_blocks=64, kv_cache_tensors=[], kv_cache_groups=groups)
+    return KVCacheConfig(num_blocks=64, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def make_manager(
+    *specs: Any, block: int, unit: int, eagle: tuple[int, ...] = (), use_eagle: bool = False
+) -> Any:
     return KVCacheManager(
-        kv_cache_config=config,
+        kv_cache_config=config_of(*specs, eagle=eagle),
         max_model_len=1024,
         scheduler_block_size=block,
         hash_block_size=unit,
@@ -341,7 +347,51 @@ def test_one_group_that_drops_a_block_ends_where_vllm_would() -> None:
 def test_sparse_groups_are_restored_by_whole_blocks() -> None:
     manager = make_manager(state(32), full(32), block=32, unit=16)
     rules = GroupRules(manager, sparse_groups=frozenset({1}))
-    assert [group.is_fine for group in rules.groups] == [True, False]
-    assert [list(one.hashes) for one in rules.ask(HASHES[:6], 0)][1] == HASHES[1:6:2]
-    parts = rules.boundary_parts(HASHES[:6], ([0, 5, 6], [1, 2, 3]), [(0, 9, 80)], 90)
-    assert [part.group_index for part in parts] == [0]
+    assert [group.is_fine for group in rules.groups] == [False, False]
+    assert [list(one.hashes) for one in rules.ask(HASHES[:6], 0)] == [HASHES[1:6:2]] * 2
+    table = ([0, 5, 6], [1, 2, 3])
+    assert rules.boundary_parts(HASHES[:6], table, [(0, 9, 80)], 90) == ()
+    (part,) = rules.boundary_parts(HASHES[:6], table, [(0, 6, 96)], 96)
+    assert (part.group_index, tuple(part.block_ids)) == (0, (6,))
+    # A state inside a block that is stored all the same is not restored from.
+    stored = {0: set(HASHES[:5]), 1: set(HASHES[:6])}
+    assert find(rules, HASHES[:6], stored, limit=95).end_tokens == 64
+
+
+def test_four_groups_of_four_kinds() -> None:
+    """Attention KV, sparse keys of four tokens each, delta-net state and convolution state."""
+    sparse = MLAAttentionSpec(
+        block_size=32, num_kv_heads=1, head_size=1, dtype=torch.float32, tokens_per_state=4
+    )
+    kernel = dataclasses.replace(state(32), shapes=((3,),))
+    specs = (full(32), sparse, state(32), kernel)
+    assert sparse_groups(config_of(*specs)) == {1}
+    rules = GroupRules(make_manager(*specs, block=32, unit=16), sparse_groups(config_of(*specs)))
+    ends = (32, 64, 96)
+    objects = [(index, end) for index in range(4) for end in ends]
+    for mask in itertools.product((False, True), repeat=len(objects)):
+        stored: dict[int, set[int]] = {index: set() for index in range(4)}
+        for (index, end), present in zip(objects, mask, strict=True):
+            if present:
+                stored[index].add(end)
+        best = max(
+            (
+                end
+                for end in ends
+                if all(end in stored[index] for index in (2, 3))
+                and all(at in stored[index] for index in (0, 1) for at in ends if at <= end)
+            ),
+            default=0,
+        )
+        found = {index: {HASHES[end // 16 - 1] for end in have} for index, have in stored.items()}
+        assert find(rules, HASHES[:7], found, limit=112).end_tokens == best
+
+
+def test_scratch_groups_take_no_part() -> None:
+    class Scratch(FullAttentionSpec):
+        @property
+        def prefix_cacheable(self) -> bool:
+            return False
+
+    spec = Scratch(block_size=16, num_kv_heads=1, head_size=1, dtype=torch.float32)
+    assert sparse_groups(config_of(full(), spec)) == frozenset()
