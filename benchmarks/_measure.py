@@ -41,6 +41,13 @@ class Timing:
         return min(medians), max(medians)
 
 
+def merge(first: Mapping[str, Timing], second: Mapping[str, Timing]) -> dict[str, Timing]:
+    """Puts the rounds of two measurements of the same operations together."""
+    return {
+        name: Timing([*timing.rounds_us, *second[name].rounds_us]) for name, timing in first.items()
+    }
+
+
 def time_operations(
     operations: Mapping[str, Operation], *, rounds: int = 9, samples: int = 25, batch: int = 20
 ) -> dict[str, Timing]:

@@ -189,8 +189,11 @@ class Engines:
         Such an engine is not used again.
         """
         key = settings.identity
+        problems: list[str]
         try:
-            problems: list[str] = self._kept[key].run(_come_to_rest)
+            problems, counters = self._kept[key].run(_come_to_rest)
+            # Shown with a test that has failed.
+            sys.stderr.write(f"{counters}\n")
         except EngineError as error:
             problems = [str(error)]
         if problems:
@@ -203,11 +206,11 @@ class Engines:
             process.close()
 
 
-def _come_to_rest(engine: Engine) -> list[str]:
+def _come_to_rest(engine: Engine) -> tuple[list[str], dict[str, int]]:
     engine.set_faults()
     engine.abort_all()
     engine.settle()
-    return engine.unrest()
+    return engine.unrest(), engine.counters()
 
 
 def _start_fork_server() -> None:

@@ -93,7 +93,7 @@ class Engine:
 
     def parts(self, table: Sequence[int], begin: int, end: int) -> tuple[LeasePart, ...]:
         first, last = begin // UNIT, end // UNIT
-        return (LeasePart(0, (b"",) * (last - first), tuple(table[first:last])),)
+        return parts_of(table[first:last])
 
     def is_open(self, transfer: Transfer) -> bool:
         return transfer.lease.state is not LeaseState.RELEASED
@@ -151,6 +151,10 @@ class Engine:
         assert lease.epoch == self.core.epoch
         assert not self.core.sync_loads
         table = self.tables[lease.request.request_id]
+        if lease.begin_tokens == lease.end_tokens:
+            # A boundary is handed off whenever it is reached.
+            assert set(self.transfers[lease.job_id].blocks) <= set(table)
+            return
         first, last = lease.begin_tokens // UNIT, lease.end_tokens // UNIT
         assert self.transfers[lease.job_id].blocks == table[first:last]
         # Nothing is stored twice by one life.
@@ -161,6 +165,11 @@ class Engine:
         """Remembers every context that ever was."""
         known = set(map(id, self.contexts))
         self.contexts += [one for one in self.core.requests.values() if id(one) not in known]
+
+
+def parts_of(blocks: Sequence[int]) -> tuple[LeasePart, ...]:
+    """Names blocks of the one group that there is."""
+    return (LeasePart(0, (b"",) * len(blocks), tuple(blocks)),)
 
 
 def fields_of(record: Any) -> list[Any]:

@@ -61,7 +61,7 @@ class Model:
     def load(self, name: str, begin: int, end: int, blocks: int, synchronous: bool) -> Any:
         request = self.find(name, "LOOKUP")
         self.need(request.local <= begin < end <= (request.hit or 0))
-        self.need(blocks * self.unit == end - begin)
+        self.need(blocks > 0 and (end - begin) % self.unit == 0)
         request.state, request.planned = "LOADING", end
         self.bar_if_tainted(request, begin)
         request.load = self.open(request, "load", blocks, begin, end)
@@ -82,21 +82,36 @@ class Model:
         if request is None or request.state != "RUNNING" or request.store_barred:
             return None
         end = min(computed, request.stored) // self.unit * self.unit
-        pinned = sum(one.blocks for one in self.leases.values() if one.kind == "store")
-        busy = (
-            request.epoch != self.epoch
-            or any(one.synchronous for one in self.leases.values())
-            or len(self.leases) >= self.limits.open_leases_max
-            or pinned + (end - request.planned) // self.unit > self.limits.pinned_blocks_max
-        )
-        return None if busy or end <= request.planned else (request.planned, end)
+        blocks = (end - request.planned) // self.unit
+        if end <= request.planned or not self.has_room(blocks) or request.epoch != self.epoch:
+            return None
+        return request.planned, end
 
     def fill(self, name: str, begin: int, end: int, blocks: int) -> Any:
         request = self.find(name, "RUNNING")
-        self.need((begin, end) == self.storable(name, end) and blocks * self.unit == end - begin)
+        self.need((begin, end) == self.storable(name, end) and blocks > 0)
         request.planned = end
         self.bound(request, self.limits.idle_timeout_s)
         return self.open(request, "store", blocks, begin, end)
+
+    def may_store_boundary(self, name: str, blocks: int) -> bool:
+        request = self.requests[name]
+        may_store = request.state == "RUNNING" and not request.store_barred
+        return may_store and request.epoch == self.epoch and self.has_room(blocks)
+
+    def offer_boundary(self, name: str, boundary: int, blocks: int) -> Any:
+        request = self.find(name, "RUNNING")
+        self.need(blocks > 0 and self.may_store_boundary(name, blocks))
+        self.bound(request, self.limits.idle_timeout_s)
+        return self.open(request, "store", blocks, boundary, boundary)
+
+    def has_room(self, blocks: int) -> bool:
+        pinned = sum(one.blocks for one in self.leases.values() if one.kind == "store")
+        return (
+            not any(one.synchronous for one in self.leases.values())
+            and len(self.leases) < self.limits.open_leases_max
+            and pinned + blocks <= self.limits.pinned_blocks_max
+        )
 
     def preempt(self, name: str) -> None:
         request = self.find(name, "LOADING", "RUNNING")

@@ -9,13 +9,14 @@ and nothing may be left.
 import math
 from collections import Counter
 
-from core_engine import PROMPT, PROMPT_BLOCKS, UNIT, Engine
+from core_engine import PROMPT, PROMPT_BLOCKS, UNIT, Engine, parts_of
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from umbp.fsm import (
     BlocksFilled,
+    BoundaryOffered,
     ComputeAdmitted,
     Core,
     CoreLimits,
@@ -40,6 +41,9 @@ blocks = st.integers(0, PROMPT_BLOCKS)
 hits = st.integers(1, PROMPT_BLOCKS)
 booleans = st.booleans()
 numbers = st.integers(0, 1000)
+
+
+ENDED = (RequestState.STORING, RequestState.FINISHED)
 
 
 class CoreMachine(RuleBasedStateMachine):
@@ -127,7 +131,7 @@ class CoreMachine(RuleBasedStateMachine):
         for question_id, request in list(self.engine.questions.items()):
             if request.request_id == name:
                 del self.engine.questions[question_id]
-                assert self.engine.give(LookupAnswered(name, question_id, hit * UNIT))
+                assert self.engine.give(LookupAnswered(name, question_id, hit * UNIT, object()))
 
     @rule(name=names, number=numbers)
     def answer_nothing(self, name: str, number: int) -> None:
@@ -171,6 +175,14 @@ class CoreMachine(RuleBasedStateMachine):
         table = self.engine.tables.get(name, list(range(PROMPT_BLOCKS)))
         span = (begin * UNIT, end * UNIT)
         self.engine.give(BlocksFilled(name, *span, self.engine.parts(table, *span)))
+
+    @rule(name=names, boundary=blocks, count=blocks)
+    def offer_boundary(self, name: str, boundary: int, count: int) -> None:
+        request, table = self.core.requests.get(name), self.engine.tables.get(name)
+        if request is not None and table is not None:
+            may_store = self.core.may_store_boundary(request, count)
+            event = BoundaryOffered(name, boundary * UNIT, boundary * UNIT, parts_of(table[:count]))
+            assert self.engine.give(event) == (may_store and count > 0)
 
     @rule(name=names)
     def preempt(self, name: str) -> None:
@@ -270,10 +282,12 @@ class CoreMachine(RuleBasedStateMachine):
         for context in self.engine.contexts:
             alive = self.core.requests.get(context.request_id) is context
             state = context.state
-            assert alive == (state not in (RequestState.STORING, RequestState.FINISHED))
+            assert alive == (state not in ENDED)
             assert (context.open_leases > 0) or state is not RequestState.STORING
             assert (context.open_leases == 0) or state is not RequestState.FINISHED
             assert (context.question_id is None) or state is RequestState.LOOKUP
+            assert (context.hit is None) or context.hit_end_tokens is not None
+            assert (context.hit is None) or state in (RequestState.LOOKUP, *ENDED)
             if state is RequestState.LOADING:
                 load = self.core.leases[context.load_job_id]
                 assert (load.request, load.generation) == (context, context.generation)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from umbp.errors import IllegalTransition, UsageError
 from umbp.fsm import (
     BlocksFilled,
+    BoundaryOffered,
     CancelTransfer,
     Command,
     ComputeAdmitted,
@@ -121,6 +122,10 @@ class Pair:
                 if name in core.requests:
                     span = core.storable(core.requests[name], tokens)
                     assert span == model.storable(name, tokens)
+        for name, request in core.requests.items():
+            for blocks in range(4):
+                may_store = core.may_store_boundary(request, blocks)
+                assert may_store == model.may_store_boundary(name, blocks)
 
 
 def _brief(command: Command) -> tuple[str, int]:
@@ -197,6 +202,12 @@ def fill(pair: Pair, name: str, low: int, high: int, flag: bool, number: int) ->
     pair.give(event, lambda: pair.model.fill(name, begin, end, low))
 
 
+def offer_boundary(pair: Pair, name: str, low: int, high: int, flag: bool, number: int) -> None:
+    boundary, blocks = high * UNIT, low % 4
+    event = BoundaryOffered(name, boundary, boundary, _parts(blocks) if blocks else ())
+    pair.give(event, lambda: pair.model.offer_boundary(name, boundary, blocks))
+
+
 def preempt(pair: Pair, name: str, *_: Any) -> None:
     pair.give(Preempted(name), lambda: pair.model.preempt(name))
 
@@ -226,7 +237,20 @@ def rank_answers(pair: Pair, name: str, low: int, high: int, flag: bool, number:
 
 MOVES = {
     move.__name__: move
-    for move in (ask, answer, load, compute, fill, preempt, finish, reset, wait, send, rank_answers)
+    for move in (
+        ask,
+        answer,
+        load,
+        compute,
+        fill,
+        offer_boundary,
+        preempt,
+        finish,
+        reset,
+        wait,
+        send,
+        rank_answers,
+    )
 }
 
 
@@ -241,6 +265,8 @@ def what_comes_next(pair: Pair, name: str, low: int, high: int, flag: bool, numb
         begin, end = request.local_tokens // UNIT, (request.hit_end_tokens or 0) // UNIT
         act = load if end > begin else compute
         act(pair, name, begin, end, flag, 4)
+    elif request.state is RequestState.RUNNING and number == 0:
+        offer_boundary(pair, name, low, high, flag, number)
     elif request.state is RequestState.RUNNING:
         fill(pair, name, 1 + low % 2, high, flag, 1)
 

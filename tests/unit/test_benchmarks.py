@@ -88,6 +88,26 @@ def test_bounds_can_be_broken(
     assert all(part in line for part, line in zip(broken, lines, strict=True))
 
 
+def test_a_bound_that_is_not_kept_is_measured_again(
+    lifecycle: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = [90.0, 60.0, 20.0, 10.0]
+    names = (lifecycle.LIFECYCLE, lifecycle.CROWDED)
+
+    def measure() -> dict[str, object]:
+        return dict.fromkeys(names, lifecycle.Timing([[taken.pop(0)]]))
+
+    monkeypatch.setattr(lifecycle, "measure", measure)
+    monkeypatch.setattr(lifecycle, "PAUSE_S", 0.0)
+    monkeypatch.setattr(lifecycle, "LIVE_REQUESTS", 100)
+    monkeypatch.setattr(sys, "argv", ["lifecycle.py", "--check"])
+    assert lifecycle.main() == 0
+    assert taken == [10.0]
+    taken[:] = [90.0] * lifecycle.ATTEMPTS
+    assert lifecycle.main() == 1
+    assert taken == []
+
+
 def test_results_say_where_they_come_from(
     lifecycle: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -102,3 +122,38 @@ def test_results_say_where_they_come_from(
     assert set(result["origin"]["packages"]) == {"umbp", "attrs", "transitions"}
     for rounds_us in result["rounds_us"].values():
         assert [len(samples) for samples in rounds_us] == [3, 3]
+
+
+@pytest.fixture
+def planning(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("planning")
+
+
+def test_all_of_the_prompt_is_planned(planning: ModuleType) -> None:
+    for rules, loaded in ((planning.one_group(), 511), (planning.four_groups(), 16)):
+        request = planning.Request(rules, 8192)
+        assert request.found.end_tokens == 8176
+        assert sum(len(part.block_ids) // 8 for part in request.load()) == loaded
+        assert sum(len(part.block_ids) // 8 for part in request.store()) == 8192 // (
+            rules.groups[-1].block_tokens
+        )
+
+
+def test_what_grows_faster_than_the_prompt_is_seen(
+    planning: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def timings(last_us: float) -> dict[str, object]:
+        return {
+            f"{name}, {part}, {tokens}": importlib.import_module("_measure").Timing([[cost]])
+            for name in ("one group", "four groups")
+            for part in ("ask", "hit", "load", "store")
+            for tokens, cost in zip(planning.PROMPTS, (1.0, 4.0, last_us), strict=True)
+        }
+
+    monkeypatch.setattr(sys, "argv", ["planning.py", "--check"])
+    monkeypatch.setattr(planning, "measure", lambda: timings(17.9))
+    assert planning.main() == 0
+    monkeypatch.setattr(planning, "measure", lambda: timings(18.1))
+    assert planning.main() == 1
+    assert "one group, hit costs 18.1 times as much" in capsys.readouterr().err

@@ -11,7 +11,6 @@ Positions are tokens; a *hash index* ``i`` stands for vLLM's block hash of the t
 """
 
 import copy
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, Protocol, TypeAlias
 
@@ -152,11 +151,14 @@ class _FoundBlocks:
     def __init__(self, hash_tokens: int) -> None:
         self.hash_block_size = hash_tokens
         self.null_block = _Found(None)
-        self.found: dict[int, set[bytes]] = {}
+        # Of the request at hand: where each hash is, and for each group which hashes are found.
+        self.places: dict[bytes, int] = {}
+        self.found: dict[int, bytes] = {}
 
     def get_cached_block(self, block_hash: bytes, group_ids: Sequence[int]) -> Any:
         """Returns a block for each group; None when some group lacks it."""
-        if all(block_hash in self.found[index] for index in group_ids):
+        place = self.places.get(block_hash)
+        if place is not None and all(self.found[index][place] for index in group_ids):
             return [_Found(block_hash)] * len(group_ids)
         return None
 
@@ -222,17 +224,19 @@ class GroupRules:
             run = len(mask) if mask.all() else int(mask.argmin())
             end = min(local_tokens // self.hash_tokens + run, limit_tokens // self.hash_tokens)
             return RunHit(end * self.hash_tokens, group, block_hashes)
-        local = set(block_hashes[: local_tokens // self.hash_tokens])
-        self._pool.found = {
-            one.group.index: local | set(itertools.compress(one.hashes, mask))
-            for one, mask in zip(asked, present, strict=True)
-        }
+        pool = self._pool
+        pool.places = dict(zip(block_hashes, range(len(block_hashes)), strict=True))
+        for one, mask in zip(asked, present, strict=True):
+            found = np.zeros(len(block_hashes), dtype=bool)
+            found[: local_tokens // self.hash_tokens] = True
+            found[self._first(one.group, local_tokens) :: self._step(one.group)] = mask
+            pool.found[one.group.index] = found.tobytes()
         try:
             blocks, end_tokens, _ = self._coordinator.find_longest_cache_hit(
                 block_hashes, limit_tokens
             )
         finally:
-            self._pool.found = {}
+            pool.places, pool.found = {}, {}
         return GroupsHit(
             end_tokens,
             {

@@ -60,6 +60,7 @@ def _begin_question(core: "Core", request: RequestContext, event: events.LookupA
         request.generation = core.next_id()
         request.store_barred = False
         request.planned_tokens = 0
+    request.hit = None
     request.epoch = core.epoch
     request.source = event.source
     request.local_tokens = event.local_tokens
@@ -96,6 +97,7 @@ def restart_lookup(core: "Core", request: RequestContext, _: events.EpochRaised)
     """Forgets what was found before the reset; the engine asks again."""
     _drop_question(core, request)
     request.hit_end_tokens = None
+    request.hit = None
     request.epoch = core.epoch
 
 
@@ -111,6 +113,7 @@ def start_load(core: "Core", request: RequestContext, event: events.LoadAdmitted
     lease = core.open_lease(request, _LOAD, event, block_count)
     lease.synchronous = event.synchronous
     request.load_job_id = lease.job_id
+    request.hit = None
     request.planned_tokens = event.end_tokens
     _bar_if_tainted(core, request, event.begin_tokens)
     core.counters.loads_started += 1
@@ -149,6 +152,7 @@ def _count_blocks(
 def start_compute(core: "Core", request: RequestContext, event: events.ComputeAdmitted) -> None:
     """Lets the life begin without a load."""
     _drop_question(core, request)
+    request.hit = None
     # A block that this life begins in the middle of is its own to store: it completes it.
     known_tokens = event.computed_tokens - event.computed_tokens % core.limits.unit_tokens
     request.planned_tokens = max(request.planned_tokens, known_tokens)

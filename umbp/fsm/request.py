@@ -46,7 +46,7 @@ class RequestContext:
         local_tokens: Tokens that the engine had by itself when it last asked.
         question_id: The lookup that is open.
         hit_end_tokens: Position up to which the KV exists, from the last answer.
-        hit: What that answer found; opaque to the core.
+        hit: What that answer found, until it is admitted or out of date; opaque to the core.
         answered_s: When that answer came.
         load_job_id: The load that this life waits for.
         load_barred: A load failed; this request is not looked up again.

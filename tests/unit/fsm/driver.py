@@ -76,10 +76,10 @@ class Driver:
     def skip(self, name: str = "a", local: int = 0) -> list[Command]:
         return self.give(LookupSkipped(name, None, local, PROMPT, PROMPT))
 
-    def answer(self, hit: int, name: str = "a") -> list[Command]:
+    def answer(self, hit: int, name: str = "a", *, found: object = None) -> list[Command]:
         question_id = self.request(name).question_id
         assert question_id is not None
-        return self.give(LookupAnswered(name, question_id, hit))
+        return self.give(LookupAnswered(name, question_id, hit, found))
 
     def find(self, hit: int, name: str = "a", local: int = 0) -> None:
         self.ask(name, local)

@@ -6,6 +6,7 @@ import pytest
 from umbp.errors import UsageError
 from umbp.fsm import (
     DropLookup,
+    EpochRaised,
     LookupAnswered,
     LookupAsked,
     LookupReply,
@@ -104,6 +105,20 @@ def test_the_engines_newest_object_is_kept(driver: Driver) -> None:
     for source in ("first", "second"):
         driver.give(LookupAsked("a", source, 0, PROMPT, PROMPT))
         assert driver.request().source == source
+
+
+@pytest.mark.parametrize("then", ["ask", "skip", "compute", "load", "reset"])
+def test_what_was_found_is_kept_until_it_is_used_or_out_of_date(driver: Driver, then: str) -> None:
+    driver.ask()
+    driver.answer(4 * UNIT, found="what was found")
+    assert driver.request().hit == "what was found"
+    if then == "load":
+        driver.load(0, 4 * UNIT)
+    elif then == "reset":
+        driver.give(EpochRaised(local_cache_kept=False))
+    else:
+        getattr(driver, then)()
+    assert driver.request().hit is None
 
 
 def test_a_silent_lookup_is_asked_again_when_an_answer_would_be_old() -> None:
