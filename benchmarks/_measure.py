@@ -49,7 +49,7 @@ def merge(first: Mapping[str, Timing], second: Mapping[str, Timing]) -> dict[str
 
 
 def time_operations(
-    operations: Mapping[str, Operation], *, rounds: int = 9, samples: int = 25, batch: int = 20
+    operations: Mapping[str, Operation], *, rounds: int = 25, samples: int = 11, batch: int = 10
 ) -> dict[str, Timing]:
     """Times operations in turn, round by round, so that a disturbance meets them all.
 

@@ -8,11 +8,10 @@ loaded; elsewhere they are skipped.
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from engine import EngineSettings
-from engine_process import EngineError, EngineProcess, Engines
+from engine_process import EngineError, EngineProcess, Engines, load_mori
 
 HERE = Path(__file__).parent
 
@@ -36,7 +35,7 @@ def mori_problem(engines: Engines) -> str | None:
     """Says why MORI cannot be loaded; found out elsewhere, since it stays loaded."""
     process = engines.process()
     try:
-        process.run(_load_mori)
+        process.run(load_mori)
     except EngineError as error:
         if error.kind != "BackendUnavailable":
             raise
@@ -44,12 +43,6 @@ def mori_problem(engines: Engines) -> str | None:
     finally:
         process.close()
     return None
-
-
-def _load_mori(_: Any) -> None:
-    from umbp.backends.mori_library import load_mori
-
-    load_mori(default_read_lease_ms=1)
 
 
 @pytest.fixture(scope="module", params=["memory", pytest.param("embedded", marks=pytest.mark.mori)])

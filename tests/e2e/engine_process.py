@@ -206,6 +206,13 @@ class Engines:
             process.close()
 
 
+def load_mori(_: Engine | None) -> None:
+    """Loads MORI in an engine's process; here, since a conftest's functions cannot be sent."""
+    from umbp.backends import mori_library
+
+    mori_library.load_mori(default_read_lease_ms=1)
+
+
 def _come_to_rest(engine: Engine) -> tuple[list[str], dict[str, int]]:
     engine.set_faults()
     engine.abort_all()

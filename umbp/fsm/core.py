@@ -145,10 +145,13 @@ class Core:
             UsageError: The event's content does not fit its subject. Nothing was changed.
         """
         self.now_s = now_s
-        take = self._handlers.get(type(event))
-        if take is None:
-            raise UsageError(f"{type(event).__name__} is not an event from outside")
-        take(event)
+        try:
+            handler = self._handlers[type(event)]
+        except KeyError:
+            raise UsageError(f"{type(event).__name__} is not an event from outside") from None
+        handler(event)
+        if not self._out:
+            return []
         out = self._out.copy()
         self._out.clear()
         return out
@@ -353,7 +356,7 @@ class Core:
         if request is None:
             raise IllegalTransition(f"request {event.request_id}", "UNKNOWN", type(event).__name__)
         self._fire(request, event)
-        if request.state is _STORING:
+        if request.state is _STORING and not request.open_leases:
             self._drain(request)
 
     def _on_lease_sent(self, event: events.LeaseSent) -> None:

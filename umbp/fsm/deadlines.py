@@ -3,7 +3,7 @@
 
 A deadline that moves later costs nothing: the entry that is already queued finds out when its time
 comes and queues itself again. So a subject has one entry that counts, at its ``wake_s``. Other
-entries are dead; they are swept out when they may be the greater part.
+entries are dead; they are swept out when they are the greater part.
 """
 
 import heapq
@@ -37,7 +37,6 @@ class DeadlineQueue(Generic[TimedT]):
 
     def __init__(self) -> None:
         self._entries: list[tuple[float, int, TimedT]] = []
-        # Entries that died since the last sweep. Some of them may have been met since.
         self._dead = 0
 
     def __len__(self) -> int:
@@ -48,14 +47,16 @@ class DeadlineQueue(Generic[TimedT]):
         subject.deadline_s = deadline_s
         wake_s = subject.wake_s
         if deadline_s < wake_s:
-            self._push(subject, deadline_s)
-            if wake_s == math.inf:
-                return
-        elif deadline_s != math.inf:
+            subject.wake_s = deadline_s
+            heapq.heappush(self._entries, (deadline_s, subject.number, subject))
+        elif deadline_s == math.inf:
+            subject.wake_s = math.inf
+        else:
             return
-        self._dead += 1
-        if self._dead > _SWEEP_MIN and 2 * self._dead > len(self._entries):
-            self._sweep()
+        if wake_s != math.inf:
+            self._dead += 1
+            if self._dead > _SWEEP_MIN and 2 * self._dead > len(self._entries):
+                self._sweep()
 
     def due(self, now_s: float) -> TimedT | None:
         """Returns one subject whose deadline has passed and clears its deadline; None if none."""
@@ -63,30 +64,17 @@ class DeadlineQueue(Generic[TimedT]):
         while entries and entries[0][0] <= now_s:
             wake_s, _, subject = heapq.heappop(entries)
             if wake_s != subject.wake_s:
-                continue  # An earlier entry was queued later and has taken over.
+                self._dead -= 1
+                continue
             subject.wake_s = math.inf
             if subject.deadline_s <= now_s:
                 subject.deadline_s = math.inf
                 return subject
-            if subject.deadline_s != math.inf:
-                self._push(subject, subject.deadline_s)
+            self.set(subject, subject.deadline_s)
         return None
-
-    def _push(self, subject: TimedT, wake_s: float) -> None:
-        subject.wake_s = wake_s
-        heapq.heappush(self._entries, (wake_s, subject.number, subject))
 
     def _sweep(self) -> None:
         # Ended subjects would otherwise stay in memory until their last deadline comes round.
-        kept = []
-        for entry in self._entries:
-            wake_s, _, subject = entry
-            if wake_s != subject.wake_s:
-                continue
-            if subject.deadline_s == math.inf:
-                subject.wake_s = math.inf
-            else:
-                kept.append(entry)
-        heapq.heapify(kept)
-        self._entries = kept
+        self._entries = [entry for entry in self._entries if entry[0] == entry[2].wake_s]
+        heapq.heapify(self._entries)
         self._dead = 0
