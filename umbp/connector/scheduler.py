@@ -456,6 +456,11 @@ class SchedulerSide:
         stores, self._stores = self._stores, []
         cancels, self._cancels = self._cancels, []
         refused, self._refused = self._refused, []
+        # A transfer that was given up before any worker heard of it holds its blocks no more. It
+        # must not begin; but vLLM counts on the end of a load.
+        refused += [plan_of(lease) for lease in loads if lease.state is not LeaseState.SUBMITTED]
+        loads = [lease for lease in loads if lease.state is LeaseState.SUBMITTED]
+        stores = [lease for lease in stores if lease.state is LeaseState.SUBMITTED]
         metadata = StepMetadata(
             self.core.epoch,
             [plan_of(lease) for lease in loads],

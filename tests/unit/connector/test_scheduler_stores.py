@@ -149,6 +149,33 @@ def test_last_decoded_block_is_stored_when_the_request_ends() -> None:
     assert [unpack_ids(plan.parts[0].block_ids).tolist() for plan in plans] == [[table[1]]]
 
 
+def test_a_store_that_was_given_up_before_it_was_handed_over_never_begins() -> None:
+    """Its blocks are not pinned any more, and may be somebody else's."""
+    bench = Bench(save_decode_cache=True)
+    request = FakeRequest.of("a", 20)
+    table = bench.admit(request)
+    (plan,) = bench.run_prompt(request, table).stores
+    bench.answer(plan.job_id)
+    request.num_tokens, request.num_computed_tokens = 33, 32
+    request.block_hashes.append(block_hash(1))
+    bench.side.finished(request, (table,))
+    bench.pool.free(table)
+    bench.now_s = 31.0
+    assert bench.idle_step().stores == []
+    assert bench.pool.blocks[table[1]].ref_cnt == 0
+    assert not bench.side.has_open_transfers()
+
+
+def test_a_load_that_was_given_up_before_it_was_handed_over_is_refused() -> None:
+    bench = Bench()
+    bench.store_hashes(3)
+    bench.admit(FakeRequest.of("a", 100))
+    bench.now_s = 31.0
+    metadata = bench.idle_step()
+    assert metadata.loads == []
+    assert [plan.request_id for plan in metadata.refused] == ["a"]
+
+
 def test_restored_blocks_are_not_stored_again() -> None:
     bench = Bench()
     bench.store_hashes(2)

@@ -3,6 +3,7 @@
 
 import itertools
 import math
+from collections.abc import Callable
 
 import attrs
 import pytest
@@ -152,6 +153,49 @@ def test_a_sweep_keeps_the_order(queue: DeadlineQueue[Subject]) -> None:
     assert len(queue) < 200
     for now_s in range(200):
         assert queue.due(float(now_s)) is kept.get(float(now_s))
+
+
+def met(queue: DeadlineQueue[Subject]) -> None:
+    for _ in range(60):
+        subject = Subject()
+        queue.set(subject, 1.0)
+        queue.set(subject, math.inf)
+    assert queue.due(1.0) is None
+
+
+def never_queued(queue: DeadlineQueue[Subject]) -> None:
+    for _ in range(60):
+        queue.set(Subject(), math.inf)
+
+
+def moved_later(queue: DeadlineQueue[Subject]) -> None:
+    subject = Subject()
+    for index in range(60):
+        queue.set(subject, index / 60)
+    assert queue.due(1.0) is subject
+
+
+def swept(queue: DeadlineQueue[Subject]) -> None:
+    while True:
+        subject = Subject()
+        queue.set(subject, 1.0)
+        queue.set(subject, math.inf)
+        if len(queue) == 60:
+            return
+
+
+@pytest.mark.parametrize("before", [met, never_queued, moved_later, swept])
+def test_only_entries_that_are_there_make_a_sweep_due(
+    queue: DeadlineQueue[Subject], before: Callable[[DeadlineQueue[Subject]], None]
+) -> None:
+    subjects = [Subject() for _ in range(60)]
+    for subject in subjects:
+        queue.set(subject, 9.0)
+    before(queue)
+    for subject in subjects[:10]:
+        queue.set(subject, math.inf)
+    # Ten of sixty are dead, and not worth a sweep.
+    assert len(queue) == 60
 
 
 times = st.integers(0, 40).map(float)
