@@ -33,6 +33,7 @@ def test_a_model_whose_state_is_never_handed_off(engines: Engines) -> None:
         model="qwen_next",
         arguments={
             "block_size": None,
+            "dtype": "bfloat16",
             "enable_prefix_caching": False,
             "mamba_cache_mode": "none",
             "max_num_batched_tokens": 2048,
