@@ -15,7 +15,6 @@ from typing import Any, Final
 
 import attrs
 import engine_worker
-import faulty_backend
 from tiny_models import CONFIGS, make_model
 
 BLOCK_TOKENS: Final = 32
@@ -138,6 +137,8 @@ class Engine:
 
         self.settings = settings
         if settings.backend == "faulty":
+            import faulty_backend
+
             faulty_backend.install(models)
         transfer = None
         if settings.backend is not None:
@@ -299,15 +300,15 @@ class Engine:
 
     def set_faults(self, *, rank: int | None = None, **changes: Any) -> None:
         """Has every worker's ``faulty`` pool begin anew, with these faults on one rank or all."""
-        self.workers(faulty_backend.set_faults, changes, rank)
+        self.workers(engine_worker.set_faults, changes, rank)
 
     def change_faults(self, **changes: Any) -> None:
         """Changes some faults of every worker's pool, and leaves the others and the counts."""
-        self.workers(faulty_backend.change_faults, changes)
+        self.workers(engine_worker.change_faults, changes)
 
     def faults(self) -> list[dict[str, Any]]:
         """Returns the faults and counts of every worker's pool."""
-        return self.workers(faulty_backend.read_faults)
+        return self.workers(engine_worker.read_faults)
 
     def state(self, request_id: str) -> str:
         """Returns vLLM's status of a request, ``"GONE"`` when its scheduler has none."""

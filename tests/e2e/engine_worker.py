@@ -1,12 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """What tests do inside a worker. Each function is called with vLLM's worker as first argument."""
 
+import gc
+import os
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any, Final
 
+import attrs
+
 from umbp.backends.base import TransferJob, TransferOutcome, TransferPart, WorkerPool
 from umbp.keys import KeySpace
+
+REPORT_VARIABLE: Final = "UMBP_TEST_REPORT"
+"""Names the file into which ``SpyConnector`` reports."""
 
 _TIMEOUT_S: Final = 30.0
 _JOB_ID: Final = 1 << 40
@@ -60,6 +68,47 @@ def store_objects(
         assert time.monotonic() < deadline, "the pool never answered"
         time.sleep(0.001)
     return results[0].outcome is TransferOutcome.DONE
+
+
+def set_faults(worker: Any, changes: dict[str, Any], rank: int | None) -> None:
+    """Has the ``faulty`` pool begin anew: no counts, and these faults or, on another rank, none."""
+    from faulty_backend import FAULTS, Faults
+
+    concerned = rank is None or worker.rank == rank
+    fresh = attrs.asdict(Faults(**changes) if concerned else Faults())
+    for name, value in fresh.items():
+        setattr(FAULTS, name, value)
+
+
+def change_faults(_: Any, changes: dict[str, Any]) -> None:
+    """Changes these faults of the ``faulty`` pool and leaves the others and the counts."""
+    from faulty_backend import FAULTS
+
+    for name, value in changes.items():
+        setattr(FAULTS, name, value)
+
+
+def read_faults(_: Any) -> dict[str, Any]:
+    """Returns the faults and counts of the ``faulty`` pool."""
+    from faulty_backend import FAULTS
+
+    return attrs.asdict(FAULTS)
+
+
+def describe_process(_: Any = None) -> dict[str, Any]:
+    """Says what a process has of the things that belong into a worker alone."""
+    # vLLM hides what it has made at the start from the collector.
+    gc.unfreeze()
+    return {
+        "process_id": os.getpid(),
+        "imported_mori": any(name.partition(".")[0] == "mori" for name in sys.modules),
+        "pools": sum(map(_is_pool, gc.get_objects())),
+    }
+
+
+def _is_pool(thing: Any) -> bool:
+    # By module first: asking any object for a pool's methods would run its properties.
+    return str(type(thing).__module__).startswith("umbp.") and isinstance(thing, WorkerPool)
 
 
 def worker_pool() -> WorkerPool:

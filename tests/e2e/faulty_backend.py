@@ -81,25 +81,6 @@ class Faults:
 FAULTS: Final = Faults()
 
 
-def set_faults(worker: Any, changes: dict[str, Any], rank: int | None) -> None:
-    """Begins anew without counts, with these faults or, on another rank, none; in a worker."""
-    concerned = rank is None or worker.rank == rank
-    for field in attrs.fields(Faults):
-        value = changes.get(field.name, field.default) if concerned else field.default
-        setattr(FAULTS, field.name, value)
-
-
-def change_faults(_: Any, changes: dict[str, Any]) -> None:
-    """Changes these faults and leaves the others and the counts; in a worker."""
-    for name, value in changes.items():
-        setattr(FAULTS, name, value)
-
-
-def read_faults(_: Any) -> dict[str, Any]:
-    """Returns the faults and counts of a worker."""
-    return attrs.asdict(FAULTS)
-
-
 class FaultyPool:
     """A ``WorkerPool`` in front of another."""
 

@@ -3,34 +3,38 @@
 
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import spy_connector
 from engine import Engine, EngineSettings, full_blocks, prompt
 from engine_process import EngineProcess, Engines
+from engine_worker import REPORT_VARIABLE, describe_process
 
 TOKENS = prompt(205, seed=210)
 COVERED = full_blocks(205)
 DRAIN_TIMEOUT_S = 60.0
 
 
-@pytest.fixture
-def report_path(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def report_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the scheduler's process writes about itself."""
-    return tmp_path / "report.json"
+    return tmp_path_factory.mktemp("report") / "report.json"
 
 
-@pytest.fixture
-def settings(backend: str, report_path: Path) -> EngineSettings:
-    """An engine in three processes."""
-    return EngineSettings(
+@pytest.fixture(scope="module")
+def engine(engines: Engines, backend: str, report_path: Path) -> Iterator[EngineProcess]:
+    """An engine in three processes; they start slowly, since vLLM does not fork them here."""
+    settings = EngineSettings(
         backend=backend,
         in_process=False,
         arguments={"distributed_executor_backend": "mp"},
         transfer={"kv_connector": "SpyConnector", "kv_connector_module_path": "spy_connector"},
-        environment={spy_connector.REPORT_VARIABLE: str(report_path)},
+        environment={REPORT_VARIABLE: str(report_path)},
     )
+    engine = engines.start(settings)
+    yield engine
+    engine.close()
 
 
 def drain(engine: EngineProcess) -> None:
@@ -41,10 +45,16 @@ def drain(engine: EngineProcess) -> None:
         time.sleep(0.01)
 
 
+# ``faulty`` is ``memory`` until faults are set, and saves the start of one more engine.
+@pytest.mark.parametrize(
+    "backend",
+    ["faulty", pytest.param("embedded", marks=pytest.mark.mori)],
+    indirect=True,
+    scope="module",
+)
 def test_scheduler_and_worker_in_processes_of_their_own(
-    engines: Engines, settings: EngineSettings, report_path: Path, backend: str
+    engine: EngineProcess, backend: str, report_path: Path
 ) -> None:
-    engine = engines.start(settings)
     cold = engine.answer(TOKENS)
     cached = engine.answer(TOKENS)
     drain(engine)
@@ -59,21 +69,19 @@ def test_scheduler_and_worker_in_processes_of_their_own(
     assert (missed.external_tokens, missed.tokens) == (0, cold.tokens)
 
     scheduler = json.loads(report_path.read_text())
-    (worker,) = engine.run(Engine.workers, spy_connector.report)
+    (worker,) = engine.run(Engine.workers, describe_process)
     assert len({scheduler["process_id"], worker["process_id"], engine.process_id}) == 3
     assert (scheduler["imported_mori"], scheduler["pools"]) == (False, 0)
     assert worker["imported_mori"] == (backend == "embedded")
     assert worker["pools"] == 1
     for name in ("leases_open", "blocks_pinned", "requests_live", "events_refused"):
         assert scheduler["counters"][name] == 0, name
-    engine.close()
 
 
-def test_an_idle_scheduler_fetches_what_the_worker_answers(engines: Engines) -> None:
-    settings = EngineSettings(
-        backend="faulty", in_process=False, arguments={"distributed_executor_backend": "mp"}
-    )
-    engine = engines.start(settings)
+@pytest.mark.parametrize("backend", ["faulty"], indirect=True, scope="module")
+def test_an_idle_scheduler_fetches_what_the_worker_answers(engine: EngineProcess) -> None:
+    drain(engine)
+    assert engine.reset_all()
     engine.set_faults(hold_stores=True)
     cold = engine.answer(TOKENS)
     assert not engine.reset_local()
@@ -88,12 +96,3 @@ def test_an_idle_scheduler_fetches_what_the_worker_answers(engines: Engines) -> 
     engine.set_faults(failing_loads=1)
     assert engine.answer(TOKENS).tokens == cold.tokens
     assert [faults["loads"] for faults in engine.faults()] == [1]
-    engine.close()
-
-
-def test_the_name_of_the_connector_is_enough(engines: Engines) -> None:
-    engine = engines.start(EngineSettings(transfer={"kv_connector_module_path": None}))
-    engine.answer(TOKENS)
-    assert engine.reset_local()
-    assert engine.answer(TOKENS).external_tokens == COVERED
-    engine.close()

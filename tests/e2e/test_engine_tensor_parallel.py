@@ -23,12 +23,22 @@ def two_workers(backend: str) -> EngineSettings:
     )
 
 
+# ``faulty`` is ``memory`` until faults are set, and saves the start of one more engine.
+BACKENDS = pytest.mark.parametrize(
+    "backend",
+    ["faulty", pytest.param("embedded", marks=pytest.mark.mori)],
+    indirect=True,
+    scope="module",
+)
+
+
 @pytest.fixture
 def settings(backend: str) -> EngineSettings:
     """An engine with two workers."""
     return two_workers(backend)
 
 
+@BACKENDS
 @pytest.mark.parametrize("token_count", [95, 96, 97, 300])
 def test_cold_cached_and_restored_output_are_equal(engine: EngineProcess, token_count: int) -> None:
     tokens = prompt(token_count, seed=181)
