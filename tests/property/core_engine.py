@@ -21,6 +21,7 @@ from umbp.fsm import (
     LeaseKind,
     LeasePart,
     LeaseState,
+    PinBlocks,
     ReleasePins,
     RequestContext,
     StartLoad,
@@ -67,7 +68,7 @@ class Engine:
         self.block_count = block_count
         self.tables: dict[str, list[int]] = {}
         self.transfers: dict[int, Transfer] = {}
-        self.open_stores: set[int] = set()
+        self.pinning: set[int] = set()
         self.questions: dict[int, RequestContext] = {}
         self.contexts: list[RequestContext] = []
         self.stored_until: Counter[int] = Counter()
@@ -76,9 +77,7 @@ class Engine:
 
     def pins(self) -> Counter[int]:
         """Counts how often each block is pinned."""
-        return Counter(
-            block for job_id in self.open_stores for block in self.transfers[job_id].blocks
-        )
+        return Counter(block for job_id in self.pinning for block in self.transfers[job_id].blocks)
 
     def take_blocks(self) -> list[int] | None:
         """Returns blocks for a whole prompt, which nobody uses; None if there are too few."""
@@ -132,13 +131,18 @@ class Engine:
                 case StartStore(lease=lease):
                     self._open(lease)
                     self._check_store(lease)
-                    self.open_stores.add(lease.job_id)
+                    self.pinning.add(lease.job_id)
+                case PinBlocks(lease=lease):
+                    # While the engine still keeps them for the request.
+                    assert lease.kind is LeaseKind.LOAD
+                    assert lease.job_id not in self.pinning
+                    self.pinning.add(lease.job_id)
                 case CancelTransfer(lease=lease):
                     assert self.transfers[lease.job_id].sent
                     assert lease.job_id in self.core.leases
                 case ReleasePins(lease=lease):
-                    # Each store is released once, and by the answers of all ranks alone.
-                    self.open_stores.remove(lease.job_id)
+                    # Each lease is released once, and by the answers of all ranks alone.
+                    self.pinning.remove(lease.job_id)
                     transfer = self.transfers[lease.job_id]
                     ranks = set(range(self.core.limits.rank_count))
                     assert transfer.answered == ranks or not transfer.sent

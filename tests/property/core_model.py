@@ -106,7 +106,7 @@ class Model:
         return self.open(request, "store", blocks, boundary, boundary)
 
     def has_room(self, blocks: int) -> bool:
-        pinned = sum(one.blocks for one in self.leases.values() if one.kind == "store")
+        pinned = sum(one.blocks for one in self.leases.values() if one.pinned)
         return (
             not any(one.synchronous for one in self.leases.values())
             and len(self.leases) < self.limits.open_leases_max
@@ -123,8 +123,9 @@ class Model:
         del self.requests[name]
         request.state, request.asking = ("STORING" if request.leases else "FINISHED"), False
 
-    def reset(self, kept: bool) -> None:
-        self.epoch, self.tainted = self.epoch + 1, kept
+    def reset(self, kept: bool, epoch: int | None) -> None:
+        self.need(epoch != self.epoch)
+        self.epoch, self.tainted = self.epoch + 1 if epoch is None else epoch, kept
         for request in self.requests.values():
             if request.state == "LOOKUP":
                 request.asking, request.hit, request.epoch = False, None, self.epoch
@@ -137,6 +138,7 @@ class Model:
         lease = SimpleNamespace(request=request, kind=kind, blocks=blocks, begin=begin, end=end)
         lease.left, lease.failed = set(range(self.limits.rank_count)), False
         lease.sent, lease.synchronous, lease.epoch = False, False, request.epoch
+        lease.pinned, lease.stalled = kind == "store", set()
         self.bound(lease, self.limits.transfer_timeout_s)
         return lease
 
@@ -152,7 +154,30 @@ class Model:
         self.need(lease.sent)
         lease.left.discard(rank)
         lease.failed |= not succeeded
+        self.leave_stalled(lease)
         return [] if lease.left else self.close(job_id)
+
+    def rank_stalls(self, job_id: int, rank: int) -> list[Any]:
+        lease = self.leases.get(job_id)
+        if lease is None or rank not in lease.left or rank in lease.stalled:
+            return []
+        self.need(lease.sent and lease.kind == "load" and not lease.synchronous)
+        news = [] if lease.pinned else [("pin", job_id)]
+        lease.stalled.add(rank)
+        lease.failed = lease.pinned = True
+        self.bound(lease, self.limits.transfer_timeout_s)
+        self.leave_stalled(lease)
+        return news
+
+    def leave_stalled(self, lease: Any) -> None:
+        """Computes the request once every rank has answered or stalled, and some still work."""
+        request = lease.request
+        if not lease.stalled or not lease.left or not lease.left <= lease.stalled:
+            return
+        if request.state == "LOADING" and request.load is lease:
+            request.state, request.load, request.load_barred = "LOOKUP", None, True
+            request.hit, request.planned = None, 0
+            self.bound(request, self.limits.idle_timeout_s)
 
     def close(self, job_id: int) -> list[Any]:
         lease = self.leases.pop(job_id)
@@ -169,7 +194,7 @@ class Model:
             self.bound(request, self.limits.idle_timeout_s)
         elif request.state == "STORING" and not request.leases:
             request.state = "FINISHED"
-        return [("release", job_id)] if lease.kind == "store" else []
+        return [("release", job_id)] if lease.pinned else []
 
     # ------------------------------------------------------------ time
 

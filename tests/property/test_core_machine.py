@@ -30,6 +30,7 @@ from umbp.fsm import (
     LookupSkipped,
     Preempted,
     RankFailed,
+    RankStalled,
     RankSucceeded,
     RequestContext,
     RequestFinished,
@@ -195,9 +196,10 @@ class CoreMachine(RuleBasedStateMachine):
         self.engine.tables.pop(name, None)
 
     @precondition(lambda self: len(self.core.requests) > 1)
-    @rule(kept=booleans)
-    def reset(self, kept: bool) -> None:
-        assert self.engine.give(EpochRaised(kept))
+    @rule(kept=booleans, further=st.none() | st.integers(0, 3))
+    def reset(self, kept: bool, further: int | None) -> None:
+        epoch = None if further is None else self.core.epoch + further
+        assert self.engine.give(EpochRaised(kept, epoch)) == (further != 0)
 
     @rule(seconds=st.sampled_from([0.25, 1.0, 1.0, 10.0, 10.0, 100.0]))
     def wait(self, seconds: float) -> None:
@@ -230,6 +232,18 @@ class CoreMachine(RuleBasedStateMachine):
             job_id = job_ids[-1 - number % len(job_ids)]
             self.give_answer(job_id, rank, succeeded, attempted, (block_hash,))
 
+    @rule(number=numbers, rank=st.integers(0, 3))
+    def rank_stalls(self, number: int, rank: int) -> None:
+        job_ids = list(self.engine.transfers)
+        if job_ids:
+            lease = self.engine.transfers[job_ids[-1 - number % len(job_ids)]].lease
+            waits = lease.ranks_left >> rank & 1 and not lease.ranks_stalled >> rank & 1
+            may_stall = lease.kind is LeaseKind.LOAD and not lease.synchronous
+            taken = self.engine.give(RankStalled(lease.job_id, rank))
+            is_open = lease.job_id in self.core.leases
+            is_sent = lease.state is not LeaseState.SUBMITTED
+            assert taken == (not (is_open and waits) or (may_stall and is_sent))
+
     def give_answer(
         self, job_id: int, rank: int, succeeded: bool, attempted: bool, hashes: tuple[bytes, ...]
     ) -> None:
@@ -257,11 +271,18 @@ class CoreMachine(RuleBasedStateMachine):
         assert all(count == 1 for count in owned.values())
 
     @invariant()
-    def pins_are_those_of_open_stores(self) -> None:
-        stores = [one for one in self.core.leases.values() if one.kind is LeaseKind.STORE]
-        assert {lease.job_id for lease in stores} == self.engine.open_stores
+    def pins_are_those_of_open_stores_and_stalled_loads(self) -> None:
+        pinning = [
+            one
+            for one in self.core.leases.values()
+            if one.kind is LeaseKind.STORE or one.ranks_stalled
+        ]
+        assert {lease.job_id for lease in pinning} == self.engine.pinning
         assert self.core.pinned_blocks == sum(self.engine.pins().values())
-        assert self.core.pinned_blocks <= self.core.limits.pinned_blocks_max
+        stores = [one for one in pinning if one.kind is LeaseKind.STORE]
+        if stores and len(stores) == len(pinning):
+            # What a stalled load holds is held whatever the limit.
+            assert self.core.pinned_blocks <= self.core.limits.pinned_blocks_max
 
     @invariant()
     def open_leases_are_counted(self) -> None:

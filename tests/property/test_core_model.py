@@ -32,8 +32,10 @@ from umbp.fsm import (
     LookupAsked,
     LookupReply,
     LookupSkipped,
+    PinBlocks,
     Preempted,
     RankFailed,
+    RankStalled,
     RankSucceeded,
     ReleasePins,
     RequestFinished,
@@ -74,7 +76,7 @@ class Pair:
         answered = {event.question_id} if isinstance(event, LookupAnswered) else set()
         dropped = [one.question_id for one in commands if isinstance(one, DropLookup)]
         assert sorted(dropped) == sorted(open_before - self.questions() - answered)
-        if isinstance(event, RankSucceeded | RankFailed):
+        if isinstance(event, RankSucceeded | RankFailed | RankStalled):
             assert list(map(_brief, commands)) == expected
         self.compare()
 
@@ -134,6 +136,8 @@ def _brief(command: Command) -> tuple[str, int]:
             return ("cancel", lease.job_id)
         case ReleasePins(lease=lease):
             return ("release", lease.job_id)
+        case PinBlocks(lease=lease):
+            return ("pin", lease.job_id)
     raise AssertionError(f"{command} was not to be expected")
 
 
@@ -150,7 +154,7 @@ def _same_lease(lease: Any, expected: Any) -> None:
     assert lease.request.state.name == expected.request.state
     assert lease.deadline_s == expected.deadline_s
     assert (lease.state is not LeaseState.SUBMITTED) == expected.sent
-    assert lease.failed == expected.failed
+    assert (lease.failed, lease.pinned) == (expected.failed, expected.pinned)
     assert {rank for rank in range(3) if lease.ranks_left & 1 << rank} == expected.left
     assert (lease.begin_tokens, lease.end_tokens) == (expected.begin, expected.end)
     assert (lease.epoch, lease.block_count) == (expected.epoch, expected.blocks)
@@ -217,7 +221,8 @@ def finish(pair: Pair, name: str, *_: Any) -> None:
 
 
 def reset(pair: Pair, name: str, low: int, high: int, flag: bool, number: int) -> None:
-    pair.give(EpochRaised(flag), lambda: pair.model.reset(flag))
+    epoch = None if number < 5 else pair.core.epoch + number - 5
+    pair.give(EpochRaised(flag, epoch), lambda: pair.model.reset(flag, epoch))
 
 
 def wait(pair: Pair, name: str, low: int, high: int, flag: bool, number: int) -> None:
@@ -235,6 +240,11 @@ def rank_answers(pair: Pair, name: str, low: int, high: int, flag: bool, number:
     pair.give(event, lambda: pair.model.rank_answers(job_id, rank, flag))
 
 
+def rank_stalls(pair: Pair, name: str, low: int, high: int, flag: bool, number: int) -> None:
+    job_id, rank = _job(pair, number), low % 4
+    pair.give(RankStalled(job_id, rank), lambda: pair.model.rank_stalls(job_id, rank))
+
+
 MOVES = {
     move.__name__: move
     for move in (
@@ -250,6 +260,7 @@ MOVES = {
         wait,
         send,
         rank_answers,
+        rank_stalls,
     )
 }
 
@@ -277,7 +288,10 @@ def work(pair: Pair, name: str, low: int, high: int, flag: bool, number: int) ->
     if job_id in pair.core.leases and pair.core.leases[job_id].state is LeaseState.SUBMITTED:
         send(pair, name, low, high, flag, number)
     for rank in range(pair.core.limits.rank_count):
-        rank_answers(pair, name, rank, high, flag or rank != high, number)
+        if rank == high and number == 9:
+            rank_stalls(pair, name, rank, high, flag, number)
+        else:
+            rank_answers(pair, name, rank, high, flag or rank != high, number)
 
 
 def _job(pair: Pair, number: int) -> int:

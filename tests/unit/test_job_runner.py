@@ -8,7 +8,12 @@ import attrs
 import pytest
 
 from umbp.backends.base import JobResult, TransferJob, TransferOutcome, TransferPart
-from umbp.backends.job_runner import MAX_LOADS_BEFORE_STORE, JobRunner, TransferKind
+from umbp.backends.job_runner import (
+    MAX_LOADS_BEFORE_STORE,
+    JobRunner,
+    StallPolicy,
+    TransferKind,
+)
 from umbp.errors import BackendStalled, UsageError
 
 PATIENCE_S = 30.0
@@ -17,6 +22,7 @@ LOAD, STORE = TransferKind.LOAD, TransferKind.STORE
 DONE = TransferOutcome.DONE
 FAILED = TransferOutcome.FAILED
 NOT_ATTEMPTED = TransferOutcome.NOT_ATTEMPTED
+STALLED = TransferOutcome.STALLED
 
 
 def job(job_id, *, deadline_s=FAR_S, fence=None, keys=()):
@@ -188,6 +194,32 @@ def test_a_job_that_runs_too_long_is_reported_as_stalled_and_its_result_still_co
     bench.free.set()
     assert runner.close(PATIENCE_S)
     assert set(answers(runner, 2)) == {0, 1}
+
+
+def test_a_stall_may_be_news_and_nothing_is_begun_until_the_call_returns(bench):
+    runner = bench.busy_runner(timeout_ms=1500, on_stall=StallPolicy.REPORT)
+    runner.submit(STORE, job(1))
+    bench.now_s = 2.5
+    news = answers(runner, 2)
+    assert (news[0].outcome, news[1].outcome) == (STALLED, NOT_ATTEMPTED)
+    assert news[0].reason == "load job 0 has run for 2.5 s, longer than 1500 ms"
+    assert runner.is_stalled
+    runner.submit(LOAD, job(2))
+    assert answers(runner, 1)[2].reason == "another transfer has stalled"
+    bench.free.set()
+    assert answers(runner, 1)[0].outcome is DONE
+    assert not runner.is_stalled
+    runner.submit(LOAD, job(3))
+    assert answers(runner, 1)[3].outcome is DONE
+
+
+def test_close_does_not_wait_for_a_stalled_call(bench):
+    runner = bench.busy_runner(on_stall=StallPolicy.REPORT)
+    bench.now_s = 2.5
+    assert answers(runner, 1)[0].outcome is STALLED
+    began_s = time.monotonic()
+    assert not runner.close(PATIENCE_S)
+    assert time.monotonic() - began_s < PATIENCE_S / 2
 
 
 def test_time_in_the_fence_does_not_count_as_a_stall(bench):

@@ -173,11 +173,15 @@ class TransferOutcome(enum.Enum):
     Store: at least one object was not stored; the others were."""
     NOT_ATTEMPTED = "not_attempted"
     """Nothing was read or written: cancelled in time, past its deadline, queue full, closed."""
+    STALLED = "stalled"
+    """Not an end, and given at most once before it: a native call has outlived
+    ``transfer_timeout_ms`` and may still read or write the job's blocks. umbp keeps them until the
+    end comes, and goes on without the job."""
 
 
 @attrs.frozen
 class JobResult:
-    """The one answer to a job.
+    """The one answer to a job, or the news that it has stalled.
 
     Attributes:
         job_id: The job.
@@ -260,8 +264,12 @@ class WorkerPool(Protocol):
     def poll(self) -> list[JobResult]:
         """Returns the results that have come in since the last call, each exactly once.
 
+        A pool that somebody else may hold up, such as a server, says ``STALLED`` of a job that it
+        cannot end in time, and goes on. A pool that can only hang with its own process raises.
+
         Raises:
-            BackendStalled: A native call has outlived ``transfer_timeout_ms``.
+            BackendStalled: A native call has outlived ``transfer_timeout_ms``, and the pool cannot
+                go on.
         """
 
     def cancel(self, job_id: int) -> None:
@@ -361,6 +369,24 @@ class SchedulerSite:
     lookup_timeout_ms: int
 
 
+@runtime_checkable
+class EpochSource(Protocol):
+    """The epoch that all engines of one pool share. Called by one thread in each process."""
+
+    def current(self) -> int:
+        """Returns the present epoch: at least 0, below 2**63, and none that was left before.
+
+        Asked for in every step, so without system calls.
+        """
+
+    def advance(self) -> int:
+        """Begins a new epoch for every engine, and returns it.
+
+        Raises:
+            BackendError: The epoch is where it was.
+        """
+
+
 class Backend(Protocol):
     """What the entry point names. Stateless; its ``open`` methods do the work.
 
@@ -388,7 +414,12 @@ class Backend(Protocol):
 
 
 class SharedBackend(Backend, Protocol):
-    """A backend whose pool lives elsewhere: ``pool_in_worker`` is False."""
+    """A backend whose pool lives elsewhere: ``pool_in_worker`` is False.
+
+    When a reset is to reach every engine of the pool, it also has a class method
+    ``open_epoch(options) -> EpochSource``, called once in the scheduler and once in every worker.
+    Without it, a reset concerns the engine that was told to.
+    """
 
     @classmethod
     def open_lookup(cls, options: Any, site: SchedulerSite) -> LookupClient:

@@ -7,7 +7,8 @@ block, the queue is bounded, a job that waits past its deadline is not begun, an
 too long is reported as stalled instead of being given up, because its memory is still in use.
 
 A job is in exactly one place: in a queue, in ``_running`` or, as its result, in ``_results``. It
-moves between them under ``_changed``, so nothing can answer it twice.
+moves between them under ``_changed``, so nothing can answer it twice. That a job has stalled is
+said once, while it is running.
 """
 
 import enum
@@ -37,11 +38,22 @@ class TransferKind(enum.Enum):
     """KV memory into objects."""
 
 
+class StallPolicy(enum.Enum):
+    """What follows when a job runs longer than it may."""
+
+    RAISE = "raise"
+    """``poll`` raises ``BackendStalled``: nothing but this process can hold the call up."""
+    REPORT = "report"
+    """``poll`` says ``STALLED`` once, and no job is begun until the call has returned."""
+
+
 @attrs.define
 class _Running:
     kind: TransferKind
     begun_s: float | None = None
     """When ``run`` was entered; None while the fence is waited for."""
+    stalled: bool = False
+    """Whether it was reported."""
 
 
 @attrs.define(eq=False)
@@ -58,6 +70,7 @@ class JobRunner:
         queue_limit: Jobs that may wait, over both kinds.
         timeout_ms: How long ``run`` may take before ``poll`` reports a stall.
         name: Prefix of the threads' names.
+        on_stall: What follows a stall.
         clock: Seconds on the scale of ``TransferJob.deadline_s``.
     """
 
@@ -66,6 +79,7 @@ class JobRunner:
     _queue_limit: int = attrs.field(kw_only=True)
     _timeout_ms: int = attrs.field(kw_only=True)
     _name: str = attrs.field(kw_only=True)
+    _on_stall: StallPolicy = attrs.field(default=StallPolicy.RAISE, kw_only=True)
     _clock: Callable[[], float] = attrs.field(default=time.monotonic, kw_only=True)
 
     _changed: threading.Condition = attrs.field(factory=threading.Condition, init=False)
@@ -100,23 +114,22 @@ class JobRunner:
         """Returns the results since the last call, each exactly once.
 
         Raises:
-            BackendStalled: A job runs longer than ``timeout_ms``. Results that have come in are
-                kept for a later call.
+            BackendStalled: A job runs longer than ``timeout_ms``, under ``StallPolicy.RAISE``.
+                Results that have come in are kept for a later call.
         """
         with self._changed:
             now_s = self._clock()
             for job_id, running in self._running.items():
-                if running.begun_s is None:
-                    continue
-                elapsed_s = now_s - running.begun_s
-                if elapsed_s * 1000 > self._timeout_ms:
-                    raise BackendStalled(
-                        f"{running.kind.value} job {job_id} has run for {elapsed_s:.1f} s, longer "
-                        f"than {self._timeout_ms} ms; its memory stays in use and the engine must "
-                        "stop"
-                    )
+                elapsed_s = now_s - running.begun_s if running.begun_s is not None else 0.0
+                if not running.stalled and elapsed_s * 1000 > self._timeout_ms:
+                    self._note_stall(job_id, running, elapsed_s)
             results, self._results = self._results, []
             return results
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether a job that was reported as stalled is still running."""
+        return any(running.stalled for running in self._running.values())
 
     def cancel(self, job_id: int) -> None:
         """Takes a waiting job out of its queue; a running or unknown job is left alone."""
@@ -136,20 +149,39 @@ class JobRunner:
         """
         with self._changed:
             self._closed = True
-            for queue in (self._loads, self._stores):
-                self._results.extend(_not_attempted(job_id, "closed") for job_id in queue)
-                queue.clear()
+            self._drop_waiting("closed")
             self._changed.notify_all()
             threads = tuple(self._threads)
+            if self.is_stalled:
+                # Whoever holds the call up will not let go of it for our sake.
+                timeout_s = 0.0
         give_up_s = time.monotonic() + timeout_s
         for thread in threads:
             thread.join(max(0.0, give_up_s - time.monotonic()))
         return not any(thread.is_alive() for thread in threads)
 
+    def _note_stall(self, job_id: int, running: _Running, elapsed_s: float) -> None:
+        reason = (
+            f"{running.kind.value} job {job_id} has run for {elapsed_s:.1f} s, longer than "
+            f"{self._timeout_ms} ms"
+        )
+        if self._on_stall is StallPolicy.RAISE:
+            raise BackendStalled(f"{reason}; its memory stays in use and the engine must stop")
+        running.stalled = True
+        self._results.append(JobResult(job_id, TransferOutcome.STALLED, reason=reason))
+        self._drop_waiting("another transfer has stalled")
+
+    def _drop_waiting(self, reason: str) -> None:
+        for queue in (self._loads, self._stores):
+            self._results.extend(_not_attempted(job_id, reason) for job_id in queue)
+            queue.clear()
+
     def _refusal(self) -> str | None:
         """Says why a job cannot be queued now; starts the threads if it is the first."""
         if self._closed:
             return "closed"
+        if self.is_stalled:
+            return "another transfer has stalled"
         waiting_count = len(self._loads) + len(self._stores)
         if waiting_count >= self._queue_limit:
             return f"queue full ({waiting_count} jobs)"

@@ -106,6 +106,9 @@ class StepMetadata(KVConnectorMetadata):
 class RankAnswer:
     """How one job ended on one rank. The rank no longer touches the job's blocks.
 
+    Or, before that and at most once: that the rank cannot end an asynchronous load (``stalled``),
+    has told vLLM that it failed, and may still write the blocks.
+
     Attributes:
         job_id: The job.
         rank: The rank.
@@ -114,6 +117,7 @@ class RankAnswer:
         bytes_moved: Bytes that were copied.
         failed_hashes: Block hashes of the objects that failed.
         reason: One short line for a log.
+        stalled: Not an end: the rank may still write.
     """
 
     job_id: int
@@ -123,6 +127,7 @@ class RankAnswer:
     bytes_moved: int = 0
     failed_hashes: list[bytes] = attrs.field(factory=list)
     reason: str = ""
+    stalled: bool = False
 
 
 @attrs.define

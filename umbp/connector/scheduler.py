@@ -11,19 +11,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from umbp.backends.base import LookupClient
+from umbp.backends.base import EpochSource, LookupClient
 from umbp.connector.groups import GroupRules
 from umbp.connector.lookups import OpenLookups
-from umbp.connector.metadata import (
-    PlanPart,
-    StepMetadata,
-    TransferPlan,
-    WorkerMetadata,
-    pack_ids,
-    plan_of,
-)
+from umbp.connector.metadata import RankAnswer, StepMetadata, WorkerMetadata
+from umbp.connector.outbox import Outbox
 from umbp.connector.pins import BlockPins
-from umbp.errors import UmbpError, UsageError
+from umbp.errors import BackendError, UmbpError, UsageError
 from umbp.fsm import (
     BlocksFilled,
     BoundaryOffered,
@@ -42,8 +36,10 @@ from umbp.fsm import (
     LookupAsked,
     LookupReply,
     LookupSkipped,
+    PinBlocks,
     Preempted,
     RankFailed,
+    RankStalled,
     RankSucceeded,
     ReleasePins,
     RequestContext,
@@ -68,6 +64,7 @@ class SchedulerSide:
         lookup_async: Let requests wait in the queue for their lookup.
         store: Store what is computed.
         save_decode_cache: Store blocks that decoding fills, too.
+        shared_epoch: The epoch that this engine shares with others; None: it has its own.
         strict: Raise what would otherwise be logged and counted; for tests.
         clock: Seconds, monotonic.
     """
@@ -81,6 +78,7 @@ class SchedulerSide:
         lookup_async: bool = False,
         store: bool = True,
         save_decode_cache: bool = False,
+        shared_epoch: EpochSource | None = None,
         strict: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -91,6 +89,7 @@ class SchedulerSide:
         self._lookup_async = lookup_async
         self._store = store
         self._save_decode_cache = save_decode_cache
+        self._shared_epoch = shared_epoch
         self._strict = strict
         self._clock = clock
         self._unit = core.limits.unit_tokens
@@ -99,11 +98,7 @@ class SchedulerSide:
         self._answers_taken = False
         # The engine's own hit in its last question; admission follows in the same breath.
         self._local_tokens = 0
-        # For the next metadata.
-        self._loads: list[TransferLease] = []
-        self._stores: list[TransferLease] = []
-        self._cancels: list[int] = []
-        self._refused: list[TransferPlan] = []
+        self._outbox = Outbox()
         self._bytes = {"bytes_loaded": 0, "bytes_stored": 0}
         self._refused_events = 0
 
@@ -128,6 +123,7 @@ class SchedulerSide:
 
     def matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """Answers ``get_num_new_matched_tokens``."""
+        self._follow_epoch()
         if self.core.sync_loads and self._shares_open_load(request, local_tokens):
             # Should the load fail, vLLM has one reader of the blocks compute them again, and lets
             # the others read them before that is done. The next step is soon enough.
@@ -168,6 +164,7 @@ class SchedulerSide:
     def step_metadata(self, output: Any) -> StepMetadata:
         """Answers ``build_connector_meta``: plans the stores of a step and hands all over."""
         now_s = self._clock()
+        self._follow_epoch()
         self._answers_taken = False
         self._perform(self.core.tick(now_s))
         gone = set(output.preempted_req_ids or ()) | output.finished_req_ids
@@ -222,12 +219,7 @@ class SchedulerSide:
                 )
                 if lease.synchronous and not answer.succeeded:
                     self._uncache(lease)
-            if answer.succeeded:
-                self._give(RankSucceeded(answer.job_id, answer.rank))
-                continue
-            logger.debug("job %d failed on rank %d: %s", answer.job_id, answer.rank, answer.reason)
-            failed = tuple(answer.failed_hashes)
-            self._give(RankFailed(answer.job_id, answer.rank, answer.attempted, failed))
+            self._give(_event_of(answer))
 
     def _uncache(self, lease: TransferLease) -> None:
         """Takes what a failed synchronous load has left behind out of vLLM's prefix cache.
@@ -243,11 +235,30 @@ class SchedulerSide:
             self._pins.uncache(lease.request.source.block_hashes[first:], group.index)
 
     def reset(self) -> bool:
-        """Answers ``reset_cache``: nothing stored so far is found again."""
+        """Answers ``reset_cache``: nothing stored so far is found again.
+
+        False when engines share an epoch, and it could not be raised.
+        """
         # vLLM empties its own cache first, and cannot while any block is in use.
         kept = self._pins is not None and self._pins.any_in_use()
-        self._give(EpochRaised(local_cache_kept=kept))
+        epoch = None
+        if self._shared_epoch is not None:
+            try:
+                epoch = self._shared_epoch.advance()
+            except BackendError as error:
+                logger.error("the store was not reset: %s", error)
+                return False
+        self._give(EpochRaised(kept, epoch))
         return True
+
+    def _follow_epoch(self) -> None:
+        """Notices that another engine has reset the store."""
+        if self._shared_epoch is None:
+            return
+        epoch = self._shared_epoch.current()
+        if epoch != self.core.epoch:
+            # vLLM's own cache still holds KV from before.
+            self._give(EpochRaised(local_cache_kept=True, epoch=epoch))
 
     def has_open_transfers(self) -> bool:
         """Answers ``has_pending_push_work``: true exactly while a lease is open."""
@@ -308,14 +319,18 @@ class SchedulerSide:
                     if self._lookups is not None:
                         self._lookups.drop(question_id)
                 case StartLoad(lease=lease):
-                    self._loads.append(lease)
+                    self._outbox.add(lease)
                 case StartStore(lease=lease):
                     if self._pins is not None:
                         self._pins.pin(lease)
-                    self._stores.append(lease)
+                    self._outbox.add(lease)
+                case PinBlocks(lease=lease):
+                    logger.warning("%s has stalled; its blocks stay in use", lease.identity)
+                    if self._pins is not None:
+                        self._pins.pin(lease)
                 case CancelTransfer(lease=lease):
                     logger.warning("%s is past its deadline and was cancelled", lease.identity)
-                    self._cancels.append(lease.job_id)
+                    self._outbox.cancel(lease.job_id)
                 case ReleasePins(lease=lease):
                     if self._pins is not None:
                         self._pins.release(lease)
@@ -439,38 +454,28 @@ class SchedulerSide:
         return parts
 
     def _refuse(self, request_id: str, table: Sequence[Sequence[int]]) -> None:
-        destinations = [
-            PlanPart(index, 0, b"", pack_ids(block_ids)) for index, block_ids in enumerate(table)
-        ]
-        self._refused.append(
-            TransferPlan(
-                self.core.next_id(), request_id, self.core.epoch, destinations, not self._load_async
-            )
+        self._outbox.refuse(
+            self.core.next_id(), request_id, table=table, synchronous=not self._load_async
         )
         self._refused_events += 1
 
     # ------------------------------------------------------------ metadata
 
     def _hand_over(self) -> StepMetadata:
-        loads, self._loads = self._loads, []
-        stores, self._stores = self._stores, []
-        cancels, self._cancels = self._cancels, []
-        refused, self._refused = self._refused, []
-        # A transfer that was given up before any worker heard of it holds its blocks no more. It
-        # must not begin; but vLLM counts on the end of a load.
-        refused += [plan_of(lease) for lease in loads if lease.state is not LeaseState.SUBMITTED]
-        loads = [lease for lease in loads if lease.state is LeaseState.SUBMITTED]
-        stores = [lease for lease in stores if lease.state is LeaseState.SUBMITTED]
-        metadata = StepMetadata(
-            self.core.epoch,
-            [plan_of(lease) for lease in loads],
-            [plan_of(lease) for lease in stores],
-            cancels,
-            refused,
-        )
-        for lease in (*loads, *stores):
+        metadata, sent = self._outbox.empty(self.core.epoch)
+        for lease in sent:
             self._give(LeaseSent(lease.job_id))
         return metadata
+
+
+def _event_of(answer: RankAnswer) -> Event:
+    if answer.succeeded:
+        return RankSucceeded(answer.job_id, answer.rank)
+    logger.debug("job %d failed on rank %d: %s", answer.job_id, answer.rank, answer.reason)
+    if answer.stalled:
+        return RankStalled(answer.job_id, answer.rank)
+    failed = tuple(answer.failed_hashes)
+    return RankFailed(answer.job_id, answer.rank, answer.attempted, failed)
 
 
 def _is_load(lease: TransferLease) -> bool:

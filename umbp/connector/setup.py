@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 
 from umbp.backends.base import (
+    EpochSource,
     LookupClient,
     SchedulerSite,
     SharedBackend,
@@ -55,13 +56,15 @@ def open_scheduler_side(
     lookups = None
     if options.enable_lookup and transfer.is_kv_consumer:
         lookups = _open_lookup(config, keyspace)
+    shared_epoch = _open_epoch(config)
     return SchedulerSide(
-        Core(limits),
+        Core(limits, shared_epoch.current() if shared_epoch is not None else 0),
         lookups,
         load_async=load_async(options.load_async, kv_cache_config),
         lookup_async=options.lookup_async,
         store=transfer.is_kv_producer,
         save_decode_cache=options.save_decode_cache,
+        shared_epoch=shared_epoch,
         strict=strict,
     )
 
@@ -104,6 +107,14 @@ def _open_lookup(config: ConnectorConfig, keyspace: KeySpace) -> LookupClient:
     )
     shared = cast(type[SharedBackend], config.backend)
     return shared.open_lookup(config.backend_options, site)
+
+
+def _open_epoch(config: ConnectorConfig) -> EpochSource | None:
+    """Opens the epoch that the backend shares between engines, if it does."""
+    open_epoch = getattr(config.backend, "open_epoch", None)
+    if open_epoch is None:
+        return None
+    return cast(EpochSource, open_epoch(config.backend_options))
 
 
 def open_worker_parts(
@@ -170,6 +181,7 @@ class WorkerParts:
             rank=self._rank,
             timeout_ms=self._config.options.timeout_ms,
             make_fence=_fence_maker(memory.regions[0].device_type),
+            shared_epoch=_open_epoch(self._config),
         )
 
     def close(self, timeout_s: float) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import attrs
 
 from umbp.backends.base import (
+    EpochSource,
     JobResult,
     TransferJob,
     TransferOutcome,
@@ -41,10 +42,12 @@ class _OpenJob:
     Attributes:
         plan: What the scheduler's side asked for.
         is_load: Direction.
+        is_reported: Whether vLLM was told that this load has ended, which it has not.
     """
 
     plan: TransferPlan
     is_load: bool
+    is_reported: bool = False
 
 
 class WorkerSide:
@@ -57,6 +60,7 @@ class WorkerSide:
         timeout_ms: Deadline of a transfer.
         make_fence: Returns a function that waits for the device work submitted so far; None where
             the device works at once.
+        shared_epoch: The epoch that this engine shares with others; None: it has its own.
         clock: Seconds, monotonic.
     """
 
@@ -68,6 +72,7 @@ class WorkerSide:
         rank: int,
         timeout_ms: int,
         make_fence: Callable[[], Callable[[], None]] | None = None,
+        shared_epoch: EpochSource | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pool = pool
@@ -75,6 +80,7 @@ class WorkerSide:
         self._rank = rank
         self._timeout_s = timeout_ms / 1000
         self._make_fence = make_fence
+        self._shared_epoch = shared_epoch
         self._clock = clock
         self._epoch = 0
         self._jobs: dict[int, _OpenJob] = {}
@@ -192,16 +198,36 @@ class WorkerSide:
 
     def _take_results(self) -> None:
         for result in self._pool.poll():
-            job = self._jobs.pop(result.job_id, None)
+            job = self._jobs.get(result.job_id)
             if job is None:
                 logger.error("backend answered job %d, which is not open", result.job_id)
+            elif result.outcome is TransferOutcome.STALLED:
+                self._leave(job, result)
             else:
+                del self._jobs[result.job_id]
                 self._finish(job, result)
+
+    def _leave(self, job: _OpenJob, result: JobResult) -> None:
+        """Goes on without a job that the pool cannot end; its blocks are not free yet."""
+        plan = job.plan
+        logger.warning("%s; nothing waits for it, and its blocks stay in use", result.reason)
+        if not job.is_load or job.is_reported:
+            # Nobody waits for a store.
+            return
+        if plan.synchronous:
+            # The forward pass would compute into the very blocks that may still be written.
+            raise BackendStalled(f"{result.reason}, and a forward pass waits for it")
+        job.is_reported = True
+        self._received.add(plan.request_id)
+        self._failed.add(plan.request_id)
+        self._answers.append(
+            RankAnswer(plan.job_id, self._rank, False, reason=result.reason, stalled=True)
+        )
 
     def _finish(self, job: _OpenJob, result: JobResult) -> None:
         plan = job.plan
         succeeded = result.outcome is TransferOutcome.DONE
-        if job.is_load and succeeded and plan.epoch != self._epoch:
+        if job.is_load and succeeded and not self._is_present(plan.epoch):
             # Reset while it was on its way: what it brought is from before.
             succeeded = False
         self._answers.append(
@@ -215,7 +241,7 @@ class WorkerSide:
                 result.reason,
             )
         )
-        if not job.is_load:
+        if not job.is_load or job.is_reported:
             return
         if not plan.synchronous:
             self._received.add(plan.request_id)
@@ -224,6 +250,12 @@ class WorkerSide:
         elif not succeeded:
             for part in plan.parts:
                 self._error_blocks.update(unpack_ids(part.block_ids).tolist())
+
+    def _is_present(self, epoch: int) -> bool:
+        if self._shared_epoch is not None and self._shared_epoch.current() != epoch:
+            # Another engine has raised it, and the scheduler's side does not know yet.
+            return False
+        return epoch == self._epoch
 
     def _drop_unsent(self) -> None:
         """Answers for what was never handed to the pool, because a step was cut short."""

@@ -60,6 +60,16 @@ class StartStore:
 
 
 @value(eq=False)
+class PinBlocks:
+    """Pin the destination blocks of a load NOW: the engine is about to take them back.
+
+    A rank may still write them. ``ReleasePins`` follows when none does.
+    """
+
+    lease: TransferLease
+
+
+@value(eq=False)
 class CancelTransfer:
     """Ask every worker to end a transfer early. It ends by its answers, not by this."""
 
@@ -68,11 +78,11 @@ class CancelTransfer:
 
 @value(eq=False)
 class ReleasePins:
-    """Give back the pins of a store: every rank has answered. Exactly once for each pin."""
+    """Give back the pins of a lease: every rank has answered. Exactly once for each pin."""
 
     lease: TransferLease
 
 
 Command: TypeAlias = (
-    StartLookup | DropLookup | StartLoad | StartStore | CancelTransfer | ReleasePins
+    StartLookup | DropLookup | StartLoad | StartStore | PinBlocks | CancelTransfer | ReleasePins
 )

@@ -47,6 +47,7 @@ _FAILED: Final = LeaseState.FAILED
 # Events without content, made once.
 _LOAD_SETTLED: Final = events.LoadSettled()
 _LOAD_FAILED: Final = events.LoadFailed()
+_LOAD_STALLED: Final = events.LoadStalled()
 _SYNC_LOAD_FAILED: Final = events.SyncLoadFailed()
 _LEASE_CLOSED: Final = events.LeaseClosed()
 _LEASES_DRAINED: Final = events.LeasesDrained()
@@ -75,7 +76,8 @@ class Core:
 
     Attributes:
         limits: Every bound.
-        epoch: Number of resets so far; part of every key.
+        epoch: Part of every key, another one after each reset: the number of resets so far, or
+            what engines share.
         requests: The live context of each request id.
         leases: Open transfers by job id.
         filling: Contexts that may have blocks to store in a coming step, by request id. Kept so
@@ -83,7 +85,7 @@ class Core:
         counters: What happened so far.
         quarantine: Block hashes that failed to load a moment ago.
         deadlines: When each state is left.
-        pinned_blocks: Blocks pinned by open stores, counted once for each store.
+        pinned_blocks: Blocks pinned by open leases, counted once for each lease.
         sync_loads: Synchronous loads that are open.
         local_cache_tainted: The engine's own cache may share KV from before the last reset.
         now_s: Time of the call in progress.
@@ -91,9 +93,9 @@ class Core:
         next_id: Returns a number that it never returned before.
     """
 
-    def __init__(self, limits: CoreLimits) -> None:
+    def __init__(self, limits: CoreLimits, epoch: int = 0) -> None:
         self.limits = limits
-        self.epoch = 0
+        self.epoch = epoch
         self.requests: dict[str, RequestContext] = {}
         self.leases: dict[int, TransferLease] = {}
         self.filling: dict[str, RequestContext] = {}
@@ -125,6 +127,7 @@ class Core:
             events.LeaseSent: self._on_lease_sent,
             events.RankSucceeded: self._on_rank_answered,
             events.RankFailed: self._on_rank_answered,
+            events.RankStalled: self._on_rank_stalled,
             events.EpochRaised: self._on_epoch_raised,
         }
 
@@ -378,9 +381,29 @@ class Core:
             self._note_failure(lease, event)
         if lease.ranks_left:
             self._fire(lease, _RANK_ANSWERED)
+            self._leave_stalled(lease)
         else:
             self._fire(lease, _SOME_RANK_FAILED if lease.failed else _ALL_RANKS_SUCCEEDED)
             self._close(lease)
+
+    def _on_rank_stalled(self, event: events.RankStalled) -> None:
+        lease = self.leases.get(event.job_id)
+        bit = 1 << event.rank
+        if lease is None or not lease.ranks_left & ~lease.ranks_stalled & bit:
+            self.counters.answers_unknown += 1
+            return
+        if lease.kind is not LeaseKind.LOAD or lease.synchronous:
+            raise UsageError(f"{lease.identity} cannot be left to a rank that has stalled")
+        self._fire(lease, event)
+        self._leave_stalled(lease)
+
+    def _leave_stalled(self, lease: TransferLease) -> None:
+        """Tells the request once the engine has heard from every rank that its load has ended."""
+        if not lease.ranks_stalled or lease.ranks_left & ~lease.ranks_stalled:
+            return
+        request = lease.request
+        if request.state is _LOADING and request.load_job_id == lease.job_id:
+            self._fire(request, _LOAD_STALLED)
 
     def _note_failure(self, lease: TransferLease, event: events.RankFailed) -> None:
         lease.failed = True
@@ -410,7 +433,9 @@ class Core:
             self.deadlines.set(request, math.inf)
 
     def _on_epoch_raised(self, event: events.EpochRaised) -> None:
-        self.epoch += 1
+        if event.epoch == self.epoch:
+            raise UsageError(f"a reset leads to another epoch, and {event.epoch} is the present")
+        self.epoch = self.epoch + 1 if event.epoch is None else event.epoch
         self.local_cache_tainted = event.local_cache_kept
         self.counters.epochs_raised += 1
         self.counters.declined_stale_epoch += len(self.filling)

@@ -180,7 +180,7 @@ def start_store(core: "Core", request: RequestContext, event: events.BlocksFille
     block_count = _count_blocks(core, request, event)
     lease = core.open_lease(request, _STORE, event, block_count)
     request.planned_tokens = event.end_tokens
-    core.pinned_blocks += block_count
+    _pin(core, lease)
     core.counters.stores_started += 1
     core.note_filling(request)
     core.emit(commands.StartStore(lease))
@@ -193,32 +193,43 @@ def store_boundary(core: "Core", request: RequestContext, event: events.Boundary
     if decline:
         raise UsageError(f"{request.identity}: boundary {event.end_tokens} is {decline}")
     lease = core.open_lease(request, _STORE, event, block_count)
-    core.pinned_blocks += block_count
+    _pin(core, lease)
     core.counters.stores_started += 1
     core.emit(commands.StartStore(lease))
 
 
+def _pin(core: "Core", lease: TransferLease) -> None:
+    lease.pinned = True
+    core.pinned_blocks += lease.block_count
+
+
 def finish_load(core: "Core", request: RequestContext, _: events.LoadSettled) -> None:
     """Lets the life go on from the restored tokens."""
-    _close_load(core, request)
+    _close_load(request)
     core.note_filling(request)
 
 
-def fail_load(core: "Core", request: RequestContext, _: events.LoadFailed) -> None:
+def fail_load(core: "Core", request: RequestContext, event: events.LoadFailed) -> None:
     """Sends the request back to be computed, and never tries again for it."""
-    _close_load(core, request)
+    request.open_leases -= 1
+    leave_load(core, request, event)
+
+
+def leave_load(_core: "Core", request: RequestContext, _: Any) -> None:
+    """Sends the request back to be computed, whatever becomes of its load."""
+    request.load_job_id = None
     request.load_barred = True
     request.hit_end_tokens = None
     request.planned_tokens = 0
 
 
-def fail_sync_load(core: "Core", request: RequestContext, _: events.SyncLoadFailed) -> None:
+def fail_sync_load(_core: "Core", request: RequestContext, _: events.SyncLoadFailed) -> None:
     """Lets the engine compute the step again, and never tries again for this request."""
-    _close_load(core, request)
+    _close_load(request)
     request.load_barred = True
 
 
-def _close_load(core: "Core", request: RequestContext) -> None:
+def _close_load(request: RequestContext) -> None:
     request.open_leases -= 1
     request.load_job_id = None
 
@@ -258,6 +269,17 @@ def stall_lease(core: "Core", lease: TransferLease, _: events.LeaseExpired) -> N
     core.emit(commands.CancelTransfer(lease))
 
 
+def hold_blocks(core: "Core", lease: TransferLease, event: events.RankStalled) -> None:
+    """Holds the blocks of a load that the engine believes to have ended."""
+    lease.failed = True
+    lease.attempted = True
+    lease.ranks_stalled |= 1 << event.rank
+    if not lease.pinned:
+        _pin(core, lease)
+        core.counters.loads_stalled += 1
+        core.emit(commands.PinBlocks(lease))
+
+
 def abandon_lease(core: "Core", lease: TransferLease, _: events.LeaseExpired) -> None:
     """Gives up a transfer that no worker ever heard of."""
     lease.failed = True
@@ -291,10 +313,10 @@ def release_lease(core: "Core", lease: TransferLease, _: events.LeaseReleased) -
     ended, so that any life may share them, whatever became of the request. When such a load fails,
     no life that is going on may store.
     """
-    if lease.kind is _STORE:
+    if lease.pinned:
         core.pinned_blocks -= lease.block_count
         core.emit(commands.ReleasePins(lease))
-    elif lease.synchronous:
+    if lease.synchronous:
         core.sync_loads -= 1
         if lease.failed:
             core.bar_all_stores()

@@ -165,15 +165,32 @@ class RankFailed:
 
 
 @value(eq=False)
+class RankStalled:
+    """One rank cannot end its part of an asynchronous load, and has told the engine that it failed.
+
+    It may still write the blocks. Its answer follows when it does not any more.
+
+    Attributes:
+        job_id: The transfer.
+        rank: The rank.
+    """
+
+    job_id: int
+    rank: int
+
+
+@value(eq=False)
 class EpochRaised:
     """The store was reset.
 
     Attributes:
         local_cache_kept: The engine's own prefix cache could not be emptied, so that KV from
             before the reset may still be shared through it.
+        epoch: The new epoch, where engines share one; None: the next number.
     """
 
     local_cache_kept: bool
+    epoch: int | None = None
 
 
 # ---------------------------------------------------------------- derived by the core
@@ -192,6 +209,11 @@ class LoadSettled:
 @value(eq=False)
 class LoadFailed:
     """The load that the request waits for has failed; the engine will ask again."""
+
+
+@value(eq=False)
+class LoadStalled:
+    """Every rank has reported the end of the load that the request waits for; some still work."""
 
 
 @value(eq=False)
@@ -261,6 +283,7 @@ Event: TypeAlias = (
     | LeaseSent
     | RankSucceeded
     | RankFailed
+    | RankStalled
     | EpochRaised
 )
 """What ``Core.step`` takes."""

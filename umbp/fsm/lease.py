@@ -19,7 +19,8 @@ class LeaseState(enum.Enum):
     IN_FLIGHT = "in_flight"
     """Handed to the workers; at least one has not answered."""
     STALLED = "stalled"
-    """Past its deadline and cancelled; its blocks stay held until every rank answers."""
+    """Past its deadline and cancelled, or beyond the reach of some rank; its blocks stay held until
+    every rank answers."""
     SETTLED = "settled"
     """Every rank succeeded."""
     FAILED = "failed"
@@ -59,7 +60,8 @@ class TransferLease:
     """One load or store, and who has still to answer for it.
 
     The blocks of a store are pinned by its lease alone. The blocks of a load belong to the
-    request, which the engine keeps until the workers report the load's end.
+    request, which the engine keeps until the workers report the load's end; should they report it
+    while one of them can still write, the lease pins these blocks, too.
 
     Attributes:
         job_id: Unique among all transfers and all lives of requests.
@@ -72,6 +74,9 @@ class TransferLease:
         begin_tokens: First token position that it covers.
         end_tokens: The position after the last.
         ranks_left: Bit mask of the ranks that have not answered.
+        ranks_stalled: Bit mask of the ranks that were reported as stalled, also if they have
+            answered since.
+        pinned: Whether the lease pins its blocks.
         synchronous: A load that the same step's forward pass reads.
         failed: Some rank has answered that it failed.
         attempted: Some rank that failed had begun its part.
@@ -90,6 +95,8 @@ class TransferLease:
     begin_tokens: int
     end_tokens: int
     ranks_left: int
+    ranks_stalled: int = 0
+    pinned: bool = False
     synchronous: bool = False
     failed: bool = False
     attempted: bool = False

@@ -14,6 +14,8 @@ blocks back but cannot take back what a transfer is reading.
 * Only the answers of all ranks end a lease that the workers know of (``AllRanksSucceeded``,
   ``SomeRankFailed``). Neither a deadline, nor a preemption, an abort or a reset releases a block:
   they can at most ask for the transfer's end.
+* A request need not wait for a load that a rank cannot end: once every rank has answered or is
+  known to be stalled, the request is computed (``LoadStalled``), and the lease keeps the blocks.
 * A request is ``FINISHED`` only when no lease of any of its lives is open.
 
 No guards
@@ -37,7 +39,8 @@ engine never mentions again is dropped.
 Invariants
 ----------
 
-* A block is pinned once by each open store lease that names it, and by nothing else of ours.
+* A block is pinned once by each open store lease that names it, and by each open load lease of
+  which a rank has stalled; by nothing else of ours.
 * A lease is released exactly once. ``open_leases`` of a request counts its unreleased leases.
 * ``planned_tokens`` of a life never decreases, but for a load that failed before the life had
   stored anything; so nothing is stored twice by one life.
@@ -109,6 +112,7 @@ REQUEST_TABLE: Final = (
     # Loading.
     Row(events.LoadSettled, (_P.LOADING,), _P.RUNNING, effects.finish_load),
     Row(events.LoadFailed, (_P.LOADING,), _P.LOOKUP, effects.fail_load),
+    Row(events.LoadStalled, (_P.LOADING,), _P.LOOKUP, effects.leave_load),
     Row(events.SyncLoadFailed, (_P.LOADING,), _P.RUNNING, effects.fail_sync_load),
     # The lease has its own deadline, which cancels the transfer.
     Row(events.LoadExpired, (_P.LOADING,), _P.LOADING),
@@ -136,6 +140,7 @@ LEASE_TABLE: Final = (
     Row(events.RankAnswered, _SENT, STAY),
     Row(events.AllRanksSucceeded, _SENT, _L.SETTLED, effects.settle_lease),
     Row(events.SomeRankFailed, _SENT, _L.FAILED, effects.fail_lease),
+    Row(events.RankStalled, _SENT, _L.STALLED, effects.hold_blocks),
     Row(events.LeaseExpired, (_L.SUBMITTED,), _L.FAILED, effects.abandon_lease),
     Row(events.LeaseExpired, _SENT, _L.STALLED, effects.stall_lease),
     Row(events.LeaseReleased, (_L.SETTLED, _L.FAILED), _L.RELEASED, effects.release_lease),

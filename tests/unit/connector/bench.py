@@ -30,7 +30,11 @@ class Bench:
             for name in ("quarantine_s", "pinned_blocks_max", "transfer_timeout_s")
             if name in options
         }
-        self.core = Core(CoreLimits(unit_tokens=UNIT_TOKENS, rank_count=ranks, **limits))
+        shared = options.get("shared_epoch")
+        self.core = Core(
+            CoreLimits(unit_tokens=UNIT_TOKENS, rank_count=ranks, **limits),
+            shared.current() if shared is not None else 0,
+        )
         self.side = SchedulerSide(
             self.core, self.lookups, strict=True, clock=lambda: self.now_s, **options
         )

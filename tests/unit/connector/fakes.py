@@ -14,6 +14,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 from umbp.backends.base import LookupAnswer, LookupQuestion
 from umbp.connector.groups import GroupRules
+from umbp.errors import BackendError
 
 UNIT_TOKENS = 16
 
@@ -136,6 +137,23 @@ class FakeLookups:
 
     def close(self) -> None:
         self.is_closed = True
+
+
+class FakeSharedEpoch:
+    """An ``EpochSource`` that other engines may advance, too."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.is_broken = False
+
+    def current(self) -> int:
+        return self.epoch
+
+    def advance(self) -> int:
+        if self.is_broken:
+            raise BackendError("the epoch cannot be written")
+        self.epoch += 10
+        return self.epoch
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from umbp.connector.worker import WorkerSide
 from umbp.errors import BackendStalled, BackendUnavailable
 from umbp.keys import KeySpace
 
-from .fakes import block_hash
+from .fakes import FakeSharedEpoch, block_hash
 
 KEYS = KeySpace(b"n" * 16)
 RANK = 3
@@ -82,9 +82,12 @@ def plan(job_id: int, *, epoch: int = 0, synchronous: bool = False) -> TransferP
     return TransferPlan(job_id, f"request-{job_id}", epoch, [part], synchronous)
 
 
-def make_side() -> tuple[WorkerSide, FakeWorkerPool]:
+def make_side(
+    shared_epoch: FakeSharedEpoch | None = None,
+) -> tuple[WorkerSide, FakeWorkerPool]:
     pool = FakeWorkerPool()
-    return WorkerSide(pool, keyspace=KEYS, rank=RANK, timeout_ms=5000), pool
+    side = WorkerSide(pool, keyspace=KEYS, rank=RANK, timeout_ms=5000, shared_epoch=shared_epoch)
+    return side, pool
 
 
 def step(side: WorkerSide, metadata: StepMetadata) -> tuple[set[str], set[str], list[RankAnswer]]:
@@ -260,3 +263,46 @@ def test_fence_is_made_after_the_work_it_waits_for_and_once_a_batch() -> None:
     assert pool.jobs[1].fence is pool.jobs[2].fence
     step(side, StepMetadata(0))
     assert made == ["fence"]
+
+
+def test_a_stalled_load_is_reported_as_failed_at_once_and_answered_when_it_ends() -> None:
+    side, pool = make_side()
+    step(side, StepMetadata(0, loads=[plan(1)]))
+    pool.end(1, TransferOutcome.STALLED)
+    received, failed, answers = step(side, StepMetadata(0))
+    assert received == failed == {"request-1"}
+    assert answers == [RankAnswer(1, RANK, False, reason="why", stalled=True)]
+    pool.end(1, TransferOutcome.DONE)
+    received, failed, (answer,) = step(side, StepMetadata(0))
+    assert (received, failed) == (set(), set())
+    assert (answer.succeeded, answer.stalled) == (True, False)
+    assert step(side, StepMetadata(0)) == (set(), set(), [])
+
+
+def test_a_stalled_store_is_answered_when_it_ends() -> None:
+    side, pool = make_side()
+    step(side, StepMetadata(0, stores=[plan(1)]))
+    pool.end(1, TransferOutcome.STALLED)
+    assert step(side, StepMetadata(0)) == (set(), set(), [])
+    pool.end(1, TransferOutcome.FAILED)
+    received, _, (answer,) = step(side, StepMetadata(0))
+    assert (received, answer.succeeded) == (set(), False)
+
+
+def test_a_forward_pass_cannot_go_on_without_its_stalled_load() -> None:
+    side, pool = make_side()
+    pool.ends_at_once = TransferOutcome.STALLED
+    side.take_metadata(StepMetadata(0, loads=[plan(1, synchronous=True)]))
+    with pytest.raises(BackendStalled, match="why, and a forward pass waits for it"):
+        side.start_loads()
+
+
+def test_a_load_that_another_engine_has_reset_meanwhile_has_failed() -> None:
+    shared = FakeSharedEpoch(7)
+    side, pool = make_side(shared)
+    step(side, StepMetadata(7, loads=[plan(1, epoch=7), plan(2, epoch=7)]))
+    pool.end(1, TransferOutcome.DONE)
+    assert step(side, StepMetadata(7))[:2] == ({"request-1"}, set())
+    shared.advance()
+    pool.end(2, TransferOutcome.DONE)
+    assert step(side, StepMetadata(7))[:2] == ({"request-2"}, {"request-2"})
