@@ -16,8 +16,8 @@ help:  ## list the targets
 setup:  ## create or update the environments (REQUIRE="mori plain": fail without)
 	@$(PYTHON) tools/setup.py --require "$(REQUIRE)"
 
-test: check  ## set up, check, and run all tests in every environment (ARGS="..." for pytest)
-	$(RUN) --profile each -- python -m pytest $(ARGS)
+test: check  ## set up, check, and run all tests in all environments at once (ARGS="..." for pytest)
+	$(RUN) --profile each --together -- python -m pytest $(ARGS)
 
 demo: setup  ## set up and show an answer restored from offloaded KV (ARGS="--backend embedded")
 	@$(RUN) --profile best -- umbp demo $(ARGS)

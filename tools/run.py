@@ -5,7 +5,8 @@
     python3 tools/run.py --profile each -- python -m pytest tests
 
 `best` is `mori` where there is one, else `plain`. `each` runs the command in all profiles, one
-after the other, also when one fails, and fails when any did.
+after the other, also when one fails, and fails when any did. With `--together` all run at the same
+time, and each line they print begins with the profile's name.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING
 from setup_env import layout
 from setup_env.profiles import read_profiles
 from setup_env.runner import profile_environment
+from setup_env.together import run_together
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status of the command, or 2 when it cannot be run."""
     parser = argparse.ArgumentParser(description="Runs a command in one of the environments.")
     parser.add_argument("--profile", choices=[*PROFILES, "best", "each"], default="best")
+    parser.add_argument("--together", action="store_true", help="with each: all at the same time")
     parser.add_argument("command", nargs="+", help="after --: the program and its arguments")
     options = parser.parse_args(arguments)
     folders = read_profiles()
@@ -38,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("run: no environment is set up: run `make setup`", file=sys.stderr)
         return 2
     if options.profile == "each":
-        return _run_each(folders, options.command)
+        return _run_each(folders, options.command, together=options.together)
     profile = available[0] if options.profile == "best" else options.profile
     if profile not in folders:
         print(
@@ -59,15 +62,22 @@ def _replace_process(profile: str, folder: str, command: list[str]) -> int:
         return 2
 
 
-def _run_each(folders: dict[str, str], command: list[str]) -> int:
-    results: dict[str, int] = {}
+def _run_each(folders: dict[str, str], command: list[str], *, together: bool) -> int:
+    environments = {}
     for profile in PROFILES:
         if profile not in folders:
             print(f"== profile {profile}: not available on this machine", flush=True)
             continue
         print(f"== profile {profile} ({folders[profile]}): {' '.join(command)}", flush=True)
         environment = profile_environment(profile, layout.ROOT / folders[profile], os.environ)
-        results[profile] = subprocess.run(command, env=environment, check=False).returncode
+        environments[profile] = environment
+    results: dict[str, int] = {}
+    if together:
+        results = run_together(command, environments)
+    else:
+        for profile, environment in environments.items():
+            print(f"== profile {profile}", flush=True)
+            results[profile] = subprocess.run(command, env=environment, check=False).returncode
     for profile, status in results.items():
         print(f"== profile {profile}: exit status {status}", flush=True)
     return max(results.values(), key=abs)

@@ -16,6 +16,7 @@ from setup_env.environment import Environment, Step
 from setup_env.interpreters import Interpreter
 from setup_env.profiles import Host, Plan
 from setup_env.requirements_of import without_torch
+from setup_env.together import run_together
 
 # -- apt's sources -----------------------------------------------------------------------------
 
@@ -399,3 +400,36 @@ def test_a_failing_command_shows_the_end_of_its_log(
     shown = capsys.readouterr().out
     assert "the cause" in shown
     assert "first" not in shown.partition("failed after")[2], "only the end is shown"
+
+
+# -- several environments at once ---------------------------------------------------------------
+
+MEET = """
+import os, pathlib, sys, time
+here, other = os.environ["HERE"], pathlib.Path(os.environ["OTHER"])
+pathlib.Path(here).touch()
+while not other.exists():
+    time.sleep(0.01)
+print("met", file=sys.stderr)
+print("no end", end="")
+sys.exit(int(os.environ["STATUS"]))
+"""
+
+
+def test_commands_run_at_the_same_time_and_their_lines_are_told_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = str(tmp_path / "a"), str(tmp_path / "b")
+    environments = {
+        "one": {"HERE": first, "OTHER": second, "STATUS": "0"},
+        "other": {"HERE": second, "OTHER": first, "STATUS": "3"},
+    }
+    # Each waits for the other to have begun.
+    assert run_together([sys.executable, "-c", MEET], environments) == {"one": 0, "other": 3}
+    lines = sorted(capsys.readouterr().out.splitlines())
+    assert lines == ["one   | met", "one   | no end", "other | met", "other | no end"]
+
+
+def test_a_program_that_does_not_exist_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_together(["no-such-program"], {"one": {}}) == {"one": 127}
+    assert capsys.readouterr().out == "one | run: no-such-program: No such file or directory\n"
