@@ -19,6 +19,12 @@ class Objects:
         self._objects: OrderedDict[bytes, bytes] = OrderedDict()
         self._lock = threading.Lock()
 
+    def empty(self, capacity_bytes: int) -> None:
+        """Begins anew, which is faster than a new process."""
+        with self._lock:
+            self._objects.clear()
+            self._capacity_bytes = capacity_bytes
+
     def contains(self, keys: list[bytes]) -> list[bool]:
         with self._lock:
             return [key in self._objects for key in keys]

@@ -73,7 +73,8 @@ class SharedPool:
         return PoolStats(self._capacity_bytes, None, None, None)
 
     def close(self, timeout_s: float) -> None:
-        self._runner.close(timeout_s)
+        if self._runner.close(timeout_s):
+            self._connection.close()
 
     def _ask(self, operation: str, argument: Any) -> Any:
         with self._lock:
@@ -182,9 +183,13 @@ class Server:
 
     def open_pool(self, case: PoolCase) -> Any:
         if case.site.rank == 0:
-            self.kill()
             self._capacity_bytes = case.capacity_bytes
-            self.start()
+            if self._process is None:
+                self.start()
+            else:
+                with Client(str(self._path), "AF_UNIX") as connection:
+                    connection.send(("empty", self._capacity_bytes))
+                    connection.recv()
         return self.pool_type(case, self._path)
 
     def open_lookup(self, site: SchedulerSite) -> Any:

@@ -19,8 +19,13 @@ from umbp.errors import UsageError
 from umbp.testing import conformance_jobs, conformance_objects, conformance_room
 from umbp.testing.conformance import CHECKS, ConformanceError, check_worker_pool
 
-# Long enough for any answer of a broken pool, short enough to wait for one that never comes.
+# For an answer or a call that never comes. Wherever else, a busy machine may take its time.
 PATIENCE_S = 1.0
+WAITS = ("no answer", "does not return", "is never called", "blocked while")
+
+
+def patience_s(message):
+    return PATIENCE_S if any(words in message for words in WAITS) else 30.0
 
 
 class Broken(MemoryPool):
@@ -468,7 +473,7 @@ CASES = [
 def test_a_broken_rule_is_noticed(check, broken, message):
     run = {each.__name__: each for each in CHECKS}[check]
     with pytest.raises(ConformanceError, match=message):
-        run(broken, PATIENCE_S)
+        run(broken, patience_s(message))
 
 
 def test_every_check_is_listed_and_has_a_broken_backend():
@@ -482,4 +487,4 @@ def test_every_check_is_listed_and_has_a_broken_backend():
 def test_all_checks_run_at_once():
     check_worker_pool(Broken)
     with pytest.raises(ConformanceError):
-        check_worker_pool(LoadsTooShort, PATIENCE_S)
+        check_worker_pool(LoadsTooShort)
