@@ -6,11 +6,17 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Final
 
-from umbp.backends.base import LookupAnswer, LookupPart, LookupQuestion, SchedulerSite
+from umbp.backends.base import (
+    LookupAnswer,
+    LookupPart,
+    LookupQuestion,
+    SchedulerSite,
+    TransferOutcome,
+)
 from umbp.keys import KeySpace
 from umbp.testing.conformance_rig import BIG, INSTANCE, PATIENCE_S, SMALL, Rig, require
 from umbp.testing.harness import Harness
-from umbp.testing.watched import WatchedClient
+from umbp.testing.watched import WatchedClient, watched
 
 _SPACE: Final = KeySpace(b"umbp-conformance")
 HASHES: Final = tuple(b"\0\xff-%05d" % index for index in range(8))
@@ -27,12 +33,10 @@ class LookupRig:
         assert harness.open_lookup is not None
         self._patience_s = patience_s
         self._next_id = 0
-        self._opened = ExitStack()
+        make = watched(harness.open_pool, patience_s)
         with ExitStack() as opening:
             self.ranks = [
-                opening.enter_context(
-                    Rig(harness.open_pool, patience_s, rank=rank, rank_count=rank_count)
-                )
+                opening.enter_context(Rig(make, patience_s, rank=rank, rank_count=rank_count))
                 for rank in range(rank_count)
             ]
             site = SchedulerSite(_SPACE.namespace, rank_count, INSTANCE, int(patience_s * 1000))
@@ -56,7 +60,7 @@ class LookupRig:
         keys = _SPACE.keys(hashes, epoch=1, group_index=group, rank=rank)
         rig = self.ranks[rank]
         result = rig.finish(rig.store({group: {key: block for block, key in enumerate(keys)}}))
-        require(not result.failed_keys, f"a store with room ended {result}")
+        require(result.outcome is TransferOutcome.DONE, f"a store with room ended {result}")
 
     def ask(self, asked: Asked, *, epoch: int = 1) -> int:
         """Asks and returns the id of the question."""

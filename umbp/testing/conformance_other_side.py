@@ -8,19 +8,19 @@ up: what the other side kept is a miss, until it is there again byte for byte.
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from umbp.backends.base import JobResult, TransferOutcome, WorkerPool
+from umbp.backends.base import JobResult, TransferOutcome
 from umbp.errors import BackendError
 from umbp.testing.conformance_lookup import HASHES, LookupRig
-from umbp.testing.conformance_rig import BIG, PATIENCE_S, MakePool, PoolCase, Rig, require
+from umbp.testing.conformance_rig import BIG, PATIENCE_S, Rig, require
 from umbp.testing.harness import Harness
-from umbp.testing.watched import WatchedPool
+from umbp.testing.watched import watched
 
 _DONE: Final = TransferOutcome.DONE
 
 
 def check_kill_while_idle(harness: Harness, patience_s: float = PATIENCE_S) -> None:
     """After the other side was killed, every job ends undone and no object is found."""
-    with Rig(_watched(harness, patience_s), patience_s) as rig:
+    with Rig(watched(harness.open_pool, patience_s), patience_s) as rig:
         content = rig.kv.fill(BIG, 0, 1)
         rig.store_done({b"here": 0})
         _kill(harness, rig)
@@ -34,7 +34,7 @@ def check_kill_while_idle(harness: Harness, patience_s: float = PATIENCE_S) -> N
 
 def check_kill_while_busy(harness: Harness, patience_s: float = PATIENCE_S) -> None:
     """Jobs that run or wait when the other side is killed are answered, each once."""
-    with Rig(_watched(harness, patience_s), patience_s) as rig:
+    with Rig(watched(harness.open_pool, patience_s), patience_s) as rig:
         content = rig.kv.fill(BIG, 0, 1)
         rig.store_done({b"here": 0})
         stores = [rig.store({BIG: {b"running": 0}}, fence=rig.gate)]
@@ -54,7 +54,7 @@ def check_kill_while_busy(harness: Harness, patience_s: float = PATIENCE_S) -> N
 def check_kill_during_transfers(harness: Harness, patience_s: float = PATIENCE_S) -> None:
     """A kill amid transfers, at no particular moment, makes no load answer with other bytes."""
     blocks = range(1, 10)
-    with Rig(_watched(harness, patience_s), patience_s, queue_limit=512) as rig:
+    with Rig(watched(harness.open_pool, patience_s), patience_s, queue_limit=512) as rig:
         content = {}
         for key in (b"even", b"odd"):
             content[key] = rig.kv.fill(BIG, 0, len(key))
@@ -75,7 +75,7 @@ def check_kill_during_transfers(harness: Harness, patience_s: float = PATIENCE_S
 
 def check_close_after_kill(harness: Harness, patience_s: float = PATIENCE_S) -> None:
     """``close`` returns although the other side is gone, and may be called again."""
-    with Rig(_watched(harness, patience_s), patience_s) as rig:
+    with Rig(watched(harness.open_pool, patience_s), patience_s) as rig:
         rig.kv.fill(BIG, 0, 1)
         rig.store_done({b"here": 0})
         _kill(harness, rig)
@@ -105,7 +105,7 @@ def check_restart(harness: Harness, patience_s: float = PATIENCE_S) -> None:
     """After the other side was started anew, a new pool works; what was there is right or gone."""
     if harness.restart_other_side is None:
         return
-    make = _watched(harness, patience_s)
+    make = watched(harness.open_pool, patience_s)
     with Rig(make, patience_s, rank_count=2) as rig:
         content = rig.kv.fill(BIG, 0, 1)
         rig.store_done({b"here": 0})
@@ -117,13 +117,6 @@ def check_restart(harness: Harness, patience_s: float = PATIENCE_S) -> None:
         content = rig.kv.fill(BIG, 0, 2)
         rig.store_done({b"after": 0})
         rig.require_loads({b"after": 1}, {1: content})
-
-
-def _watched(harness: Harness, patience_s: float) -> MakePool:
-    def make(case: PoolCase) -> WorkerPool:
-        return WatchedPool(harness.open_pool(case), patience_s)
-
-    return make
 
 
 def _kill(harness: Harness, rig: Rig) -> None:

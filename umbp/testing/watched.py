@@ -22,7 +22,7 @@ from umbp.backends.base import (
     TransferJob,
     WorkerPool,
 )
-from umbp.testing.conformance_rig import ConformanceError
+from umbp.testing.conformance_rig import ConformanceError, MakePool
 
 _Result = TypeVar("_Result")
 _Calls = queue.SimpleQueue[Callable[[], None] | None]
@@ -120,6 +120,11 @@ class WatchedPool:
 
     def close(self, timeout_s: float) -> None:
         self._calls.call(self._pool.close, timeout_s, wait_s=timeout_s)
+
+
+def watched(make: MakePool, patience_s: float) -> MakePool:
+    """Returns a function that opens what ``make`` does, as a ``WatchedPool``."""
+    return lambda case: WatchedPool(make(case), patience_s)
 
 
 class WatchedClient:
