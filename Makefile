@@ -8,7 +8,7 @@ REQUIRE ?=
 RUN := $(PYTHON) tools/run.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test demo bench check lint diagram docs clean
+.PHONY: help setup test demo bench needle check lint diagram docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/make \1\t\2/' | expand -t 16
@@ -26,6 +26,9 @@ bench: setup  ## set up and run the benchmarks, which print ratios (ARGS="..." f
 	@status=0; for script in benchmarks/[!_]*.py; do \
 		$(RUN) --profile best -- python $$script $(ARGS) || status=1; \
 	done; exit $$status
+
+needle: setup  ## set up and compare answers from restored KV with those from the prefix cache
+	@$(RUN) --profile best -- python benchmarks/needle $(ARGS)
 
 check: setup lint  ## set up, then formatting, style, types and import contracts
 	$(RUN) --profile best -- mypy --strict umbp

@@ -29,9 +29,10 @@ from umbp.backends.mori_client import PoolBacking, pool_config
 from umbp.backends.mori_library import MoriLibrary
 from umbp.backends.mori_pages import plan_pool
 from umbp.errors import BackendError, ConfigError
-from umbp.testing.conformance import CHECKS, PoolCase
+from umbp.testing.conformance import CHECKS, LOOKUP_CHECKS, OTHER_SIDE_CHECKS, PoolCase
 from umbp.testing.kv_memory import GroupShape, KVShape
 
+pytest_plugins = ["pytester"]
 pytestmark = pytest.mark.mori
 
 
@@ -54,6 +55,13 @@ def test_it_keeps_the_rules_of_a_backend(check: Callable[..., None]) -> None:
         return EmbeddedBackend.open_worker(options, case.site)
 
     check(make, PATIENCE_S)
+
+
+def test_the_checks_run_by_its_name(pytester: pytest.Pytester) -> None:
+    options = ["-p", "umbp.testing.pytest_plugin", "--umbp-backend", "embedded"]
+    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning", "-k", "round_trip or size"]
+    result = pytester.runpytest_inprocess(*options, "--pyargs", "umbp.testing.checks")
+    result.assert_outcomes(passed=2, deselected=len(CHECKS + LOOKUP_CHECKS + OTHER_SIDE_CHECKS) - 2)
 
 
 @pytest.mark.parametrize("shape", KVShape)

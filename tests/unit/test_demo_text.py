@@ -5,7 +5,14 @@ import re
 
 import pytest
 
-from umbp.cli.demo_text import ACCESS_CODE, QUESTION, chat_messages, fit_document, write_document
+from umbp.cli.demo_text import (
+    ACCESS_CODE,
+    QUESTION,
+    Log,
+    chat_messages,
+    fit_document,
+    write_document,
+)
 
 
 def count_words(text: str) -> int:
@@ -22,6 +29,22 @@ def test_document_holds_the_fact_once_and_no_other_code(entry_count: int) -> Non
 def test_fact_lies_in_the_middle() -> None:
     document = write_document(100)
     assert 0.4 < document.index(ACCESS_CODE) / len(document) < 0.6
+
+
+@pytest.mark.parametrize(("depth", "entry_index"), [(0.0, 0), (0.25, 10), (0.5, 20), (1.0, 39)])
+def test_fact_lies_at_the_depth_of_the_log(depth: float, entry_index: int) -> None:
+    log = Log(title="Volume 2", code="1234", depth=depth, first_day_index=100)
+    title, *entries = write_document(40, log).split("\n\n")
+    assert title == "Volume 2"
+    assert [index for index, entry in enumerate(entries) if log.fact in entry] == [entry_index]
+    assert entries[0].startswith("Day 101. ")
+    assert fit_document(900, count_words, log).startswith("Volume 2\n\nDay 101. ")
+
+
+@pytest.mark.parametrize("depth", [-0.1, 1.1])
+def test_no_fact_outside_of_the_log(depth: float) -> None:
+    with pytest.raises(ValueError, match="depth"):
+        Log(depth=depth)
 
 
 def test_entries_do_not_repeat_within_the_longest_prompt() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import umbp
-from umbp.testing.conformance import CHECKS
+from umbp.testing.conformance import CHECKS, LOOKUP_CHECKS, OTHER_SIDE_CHECKS
 
 THIRD_PARTY = Path(__file__).parents[1] / "third_party"
 SOURCE = THIRD_PARTY / "umbp_example_backend"
@@ -97,11 +97,15 @@ def test_it_stores_answers_lookups_and_loads(site_directory: Path, tmp_path: Pat
     assert printed == ["stored, found and restored"]
 
 
-def test_its_own_tests_pass(site_directory: Path, tmp_path: Path) -> None:
+def test_its_own_tests_pass_and_the_checks_by_its_name(
+    site_directory: Path, tmp_path: Path
+) -> None:
     tests = shutil.copy(SOURCE / "test_dict_backend.py", tmp_path)
     options = ["-q", "-W", "error", "-p", "no:cacheprovider", f"--rootdir={tmp_path}"]
-    printed = run(site_directory, "-m", "pytest", *options, str(tests))
-    assert printed[-1].startswith(f"{len(CHECKS)} passed")
+    options += ["-p", "umbp.testing.pytest_plugin", "--umbp-backend", "dict"]
+    where = ["--pyargs", "umbp.testing.checks", str(tests)]
+    printed = run(site_directory, "-m", "pytest", *options, *where)
+    assert printed[-1].startswith(f"{2 * len(CHECKS)} passed, ")
 
 
 def test_without_the_package_the_name_is_unknown(tmp_path: Path) -> None:
@@ -114,3 +118,8 @@ def test_the_guide_shows_the_code_of_the_example() -> None:
     assert len(shown) == 10
     for code in shown:
         assert code in sources
+
+
+def test_the_guide_says_what_each_check_checks() -> None:
+    described = re.findall(r"^\| `(check_\w+)` \|", GUIDE.read_text(), re.MULTILINE)
+    assert described == [check.__name__ for check in (*CHECKS, *LOOKUP_CHECKS, *OTHER_SIDE_CHECKS)]

@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 SETTLE_TIMEOUT_S: Final = 60.0
 """How long stores may take to be answered after a run."""
 
-_CAPACITY_BYTES: Final = 1 << 30
-"""Pool of a backend that has one; holds the longest prompt five times, and fits small machines."""
-
 _LOG_TAIL_LINES: Final = 15
 _WARM_UP_TOKENS: Final = 64
 
@@ -97,7 +94,11 @@ def _check(settings: DemoSettings) -> None:
     engine.check_installed()
     backend = find_backend(settings.backend)
     check_available(backend)
-    parse_options(_connector_options(settings), ConnectorOptions, backend.options_type)
+    parse_options(
+        engine.connector_options(settings.backend, settings.options),
+        ConnectorOptions,
+        backend.options_type,
+    )
     longest = engine.MODEL_TOKENS_MAX - settings.max_tokens
     if settings.prompt_tokens > longest:
         raise ConfigError(
@@ -107,23 +108,6 @@ def _check(settings: DemoSettings) -> None:
         )
     if settings.json_file is not None and not settings.json_file.absolute().parent.is_dir():
         raise ConfigError(f"--json {settings.json_file}: its folder does not exist, create it")
-
-
-def _connector_options(settings: DemoSettings) -> dict[str, Any]:
-    """Returns what goes into ``kv_connector_extra_config``."""
-    # Two demos at a time must not take each other's lookup socket.
-    instance = f"demo{os.getpid()}"
-    options: dict[str, Any] = {
-        "backend": settings.backend,
-        "lookup_instance": instance,
-        # A machine that is busy with something else must not look like a miss.
-        "lookup_timeout_ms": 5000,
-        **settings.options,
-    }
-    backend_options = attrs.fields_dict(find_backend(settings.backend).options_type)
-    if "total_capacity_bytes" in backend_options and "capacity_bytes" not in options:
-        options.setdefault("total_capacity_bytes", _CAPACITY_BYTES)
-    return options
 
 
 def _create_log() -> Path:
@@ -172,7 +156,9 @@ def _demonstrate(settings: DemoSettings, console: "Console") -> str | None:
         with progress.step("converting the model's weights, once"):
             demo_model.convert(settings.model_directory)
     with progress.step(f"starting vLLM with umbp, backend {settings.backend}"):
-        demo_engine = engine.DemoEngine(settings.model_directory, _connector_options(settings))
+        demo_engine = engine.DemoEngine(
+            settings.model_directory, engine.connector_options(settings.backend, settings.options)
+        )
     try:
         outcome = _three_runs(settings, demo_engine, progress)
         report.print_outcome(console, outcome, settings.backend)

