@@ -15,7 +15,9 @@ from typing import Any, Final
 
 import attrs
 import engine_worker
-from tiny_models import CONFIGS, make_model
+from tiny_models import CONFIGS
+
+from umbp.cli.random_model import make_model
 
 BLOCK_TOKENS: Final = 32
 ANSWER_TOKENS: Final = 24
