@@ -21,8 +21,9 @@ from needle_prompts import make_cases
 from needle_run import NotMeasured, answer_all
 
 from umbp.backends.registry import check_available, find_backend
-from umbp.cli import demo_model, engine
+from umbp.cli import engine, model_folder
 from umbp.cli.console import Progress, open_console, output_to_file
+from umbp.cli.demo_models import DEFAULT_MODEL, MODELS, provide
 from umbp.cli.report import print_rows
 from umbp.connector.config import ConnectorOptions
 from umbp.errors import ConfigError, UmbpError
@@ -61,7 +62,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--cases", type=int, default=2, metavar="N", help="prompts in each cell")
     parser.add_argument("--max-tokens", type=int, default=32, metavar="N", help="longest answer")
     parser.add_argument("--backend", default="memory", metavar="NAME")
-    parser.add_argument("--model-dir", type=Path, default=demo_model.default_model_directory())
+    parser.add_argument("--model-dir", type=Path, metavar="DIR")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every answer as JSON")
     return parser.parse_args()
 
@@ -91,7 +92,7 @@ def _connector_options(parsed: argparse.Namespace) -> dict[str, Any]:
 
 
 def _run(parsed: argparse.Namespace) -> Outcome:
-    log_file = demo_model.cache_directory() / f"needle-{os.getpid()}.log"
+    log_file = model_folder.cache_directory() / f"needle-{os.getpid()}.log"
     log_file.parent.mkdir(parents=True, exist_ok=True)
     with output_to_file(log_file) as terminal:
         console = open_console(terminal)
@@ -116,11 +117,10 @@ def _run(parsed: argparse.Namespace) -> Outcome:
 def _measure(parsed: argparse.Namespace, console: Any) -> Outcome:
     begun_s = time.monotonic()
     progress = Progress(console)
-    if demo_model.needs_conversion(parsed.model_dir):
-        with progress.step("converting the model's weights, once"):
-            demo_model.convert(parsed.model_dir)
+    model = MODELS[DEFAULT_MODEL]
+    directory = provide(model, parsed.model_dir, progress)
     with progress.step(f"starting vLLM with umbp, backend {parsed.backend}"):
-        started = engine.DemoEngine(parsed.model_dir, _connector_options(parsed))
+        started = engine.DemoEngine(directory, _connector_options(parsed), model.engine_arguments)
     try:
         cases = list(make_cases(parsed.lengths, parsed.depths, parsed.cases))
         outcome = answer_all(cases, started, max_tokens=parsed.max_tokens, console=console)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from engine import EngineSettings
 from engine_process import EngineError, EngineProcess, Engines, load_mori
+from hybrids import HYBRIDS, Hybrid, has_lfm
 
 HERE = Path(__file__).parent
 
@@ -56,6 +57,14 @@ def backend(request: pytest.FixtureRequest) -> str:
         if problem is not None:
             pytest.skip(problem)
     return name
+
+
+@pytest.fixture(scope="module", params=HYBRIDS)
+def hybrid(request: pytest.FixtureRequest) -> Hybrid:
+    """A hybrid model: every test that asks for it runs on each."""
+    if request.param == "lfm" and not has_lfm():
+        pytest.skip("the CPU build of vLLM 0.31 does not run LFM2")
+    return HYBRIDS[request.param]
 
 
 @pytest.fixture

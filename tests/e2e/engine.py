@@ -5,6 +5,7 @@ The engine is stepped from here, so that a test decides between which steps some
 engine runs once in a process; ``engine_process`` gives each its own.
 """
 
+import contextlib
 import json
 import os
 import random
@@ -12,10 +13,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
+from unittest import mock
 
 import attrs
 import engine_worker
-from tiny_models import CONFIGS, make_model
+from tiny_models import CONFIGS
+
+from umbp.cli.random_model import make_model
 
 BLOCK_TOKENS: Final = 32
 ANSWER_TOKENS: Final = 24
@@ -280,6 +284,20 @@ class Engine:
         return bool(
             self._engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
         )
+
+    def preempt_all(self, *, keep_cache: bool) -> None:
+        """Preempts every request that runs; they are resumed in the next step.
+
+        Args:
+            keep_cache: Leave what they have computed in vLLM's prefix cache, as it is where room is
+                short; without, they find nothing there, and all KV memory is overwritten.
+        """
+        manager = self.scheduler.kv_cache_manager
+        kept = mock.patch.object(manager, "reset_prefix_cache", return_value=True)
+        with kept if keep_cache else contextlib.nullcontext():
+            assert self._engine.reset_prefix_cache(reset_running_requests=True)
+        if not keep_cache:
+            self.workers(engine_worker.overwrite_kv_memory)
 
     # ------------------------------------------------------------ inside
 

@@ -51,6 +51,20 @@ def test_demo_restores_what_the_prefix_cache_had(tmp_path: Path, backend: str) -
     assert "7305" in restored["answer_text"]
 
 
+def test_hybrid_model_is_restored_inside_a_block(tmp_path: Path) -> None:
+    done, outcome = run_demo(tmp_path, "--model", "hybrid", "--max-tokens", "16")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    _, gpu_hit, restored = outcome["runs"]
+    # The state at the end of the last unit of 16 tokens; a block of attention has hundreds.
+    assert restored["external_token_count"] == gpu_hit["local_token_count"] == 688
+    assert restored["local_token_count"] == 0
+    assert restored["loaded_bytes"] > 0
+    assert len({tuple(run["answer_token_ids"]) for run in outcome["runs"]}) == 1
+    assert len(set(restored["answer_token_ids"])) > 8
+    assert "token ids" in done.stdout
+
+
 def test_demo_fails_when_nothing_is_restored(tmp_path: Path) -> None:
     """With lookups off, umbp stores and never restores; the demo must notice."""
     done, outcome = run_demo(tmp_path, "--option", "enable_lookup=false")

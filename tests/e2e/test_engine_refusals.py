@@ -92,12 +92,13 @@ def assert_refused(
 def construct_with_two_stages(_: Any, models: Path) -> None:
     """Makes a connector as the scheduler of an engine with two pipeline stages would."""
     import torch
-    from tiny_models import LLAMA, make_model
+    from tiny_models import LLAMA
     from vllm import EngineArgs
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
+    from umbp.cli.random_model import make_model
     from umbp.connector import UMBPStoreConnector
 
     vllm_config = EngineArgs(

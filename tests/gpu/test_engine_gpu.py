@@ -29,7 +29,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Any:
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
-    from tests.e2e.tiny_models import LLAMA, make_model
+    from tests.e2e.tiny_models import LLAMA
+    from umbp.cli.random_model import make_model
 
     # FlashAttention 3 wants heads of 64 or more.
     config = LLAMA | {"hidden_size": 256, "head_dim": 64}

@@ -52,6 +52,7 @@ def test_version_lists_backends_with_their_distribution(
         ([], "umbp: a command is missing; see umbp --help"),
         (["dmo"], "invalid choice: 'dmo'"),
         (["demo", "--bakend", "x"], "unrecognized arguments: --bakend x"),
+        (["demo", "--model", "llama"], "argument --model: invalid choice: 'llama' (choose from "),
         (["demo", "--option", "depth"], "--option: 'depth' is not of the form KEY=VALUE"),
         (["demo", "--option", "=3"], "--option: '=3' is not of the form KEY=VALUE"),
         (["demo", "--option", "backend=x"], "name the backend with --backend"),

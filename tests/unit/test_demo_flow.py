@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 import pytest
 
-from umbp.cli import engine
+from umbp.cli import engine, hybrid_model
 from umbp.cli.demo_text import ACCESS_CODE
 from umbp.cli.engine import RequestRecord
 from umbp.cli.main import main
@@ -29,6 +29,7 @@ class FakeEngine:
 
     model_directory: Path
     options: Mapping[str, Any]
+    arguments: Mapping[str, Any]
     faults: frozenset[str] = frozenset()
     local: bool = False
     runs: int = 0
@@ -55,7 +56,8 @@ class FakeEngine:
         ids = ANSWER[:-1] if f"answer{self.runs}" in self.faults else ANSWER
         self.counts["bytes_stored"] += 100 * len(prompt) if self.runs <= 2 else 0
         self.local = True
-        return RequestRecord(len(prompt), hit, external, 0.05, ids, f"It is {ACCESS_CODE}.")
+        text = "" if "skip_tokenizer_init" in self.arguments else f"It is {ACCESS_CODE}."
+        return RequestRecord(len(prompt), hit, external, 0.05, ids, text)
 
     def settle(self, timeout_s: float) -> bool:
         return "busy" not in self.faults
@@ -96,10 +98,12 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
     (model / "config.json").write_text("{}")
     made = Stage(model, tmp_path / "cache", set(), [])
 
-    def start(directory: Path, options: Mapping[str, Any]) -> FakeEngine:
+    def start(
+        directory: Path, options: Mapping[str, Any], arguments: Mapping[str, Any]
+    ) -> FakeEngine:
         if "config" in made.faults:
             raise RuntimeError("engine failed to start") from ConfigError("option x is 1; say 2")
-        made.engines.append(FakeEngine(directory, options, frozenset(made.faults)))
+        made.engines.append(FakeEngine(directory, options, arguments, frozenset(made.faults)))
         return made.engines[-1]
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(made.cache))
@@ -168,11 +172,73 @@ def test_configuration_error_inside_the_engine_is_its_own_line(
     assert stage.logs == []
 
 
+@pytest.mark.parametrize(
+    ("model", "prompt_tokens", "expected"),
+    [("chat", "10", "the shortest prompt has"), ("hybrid", "127", "wants at least 128")],
+)
 def test_too_short_a_prompt_is_a_configuration_error(
-    stage: Stage, capfd: pytest.CaptureFixture[str]
+    stage: Stage,
+    capfd: pytest.CaptureFixture[str],
+    model: str,
+    prompt_tokens: str,
+    expected: str,
 ) -> None:
-    assert stage.run("--prompt-tokens", "10") == 2
-    assert "--prompt-tokens 10 is too few: the shortest prompt has" in capfd.readouterr().err
+    assert stage.run("--model", model, "--prompt-tokens", prompt_tokens) == 2
+    error = capfd.readouterr().err
+    assert f"--prompt-tokens {prompt_tokens} is too few: " in error
+    assert expected in error
+    assert error.count("\n") == 1
+
+
+class TestHybrid:
+    """``--model hybrid``: other arguments, random tokens, and an answer without text."""
+
+    def test_promises_kept(
+        self, stage: Stage, capfd: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:
+        file = tmp_path / "outcome.json"
+        assert stage.run("--model", "hybrid", "--json", str(file)) == 0
+        (arguments,) = [one.arguments for one in stage.engines]
+        assert arguments["mamba_cache_mode"] == "align"
+        assert arguments["prefix_match_unit"] == 16
+        output = capfd.readouterr().out
+        assert "random weights" in output
+        assert "Answer:   7 3 0 5\n" in output
+        assert "Question" not in output
+        assert ACCESS_CODE not in output
+        assert max(len(line) for line in output.splitlines()) <= 80
+        outcome = json.loads(file.read_text())
+        assert (outcome["model"], outcome["question"]) == ("hybrid", None)
+        assert outcome["runs"][0]["prompt_token_count"] == 500
+
+    def test_every_answer_that_differs_is_shown(
+        self, stage: Stage, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        stage.faults.add("answer4")
+        assert stage.run("--model", "hybrid") == 1
+        output, error = capfd.readouterr()
+        assert [line for line in output.splitlines() if line.startswith("Answer")] == [
+            "Answer:   7 3 0 5",
+            "Answer:   7 3 0",
+        ]
+        assert "the answer of the run 'restored' is not the cold run's" in error
+
+    def test_model_is_written_into_the_cache_once(
+        self, stage: Stage, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        written = []
+
+        def make_model(folder: Path, config: Mapping[str, Any]) -> None:
+            written.append(config["model_type"])
+            (folder / "config.json").write_text("{}")
+
+        monkeypatch.setattr(hybrid_model, "make_model", make_model)
+        for _ in range(2):
+            assert main(["demo", "--model", "hybrid", "--prompt-tokens", "500"]) == 0
+        assert written == ["qwen3_next"]
+        folders = {one.model_directory for one in stage.engines}
+        assert folders == {stage.cache / "umbp" / "random-Qwen3-Next"}
+        assert capfd.readouterr().out.count("writing a model with random weights, once took") == 1
 
 
 def test_options_reach_the_connector(stage: Stage) -> None:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 
 from umbp.backends.registry import check_available, find_backend
-from umbp.cli import demo_model, engine, report
+from umbp.cli import engine, model_folder, report
 from umbp.cli.console import Progress, open_console, output_to_file
-from umbp.cli.demo_text import chat_messages, fit_document
+from umbp.cli.demo_models import MODELS, DemoModel, provide
 from umbp.cli.outcome import COLD, GPU_HIT, RESTORED, Outcome, Run
 from umbp.connector.config import ConnectorOptions
 from umbp.errors import ConfigError, UmbpError
@@ -39,22 +39,29 @@ class DemoSettings:
     """What the user asked for.
 
     Attributes:
+        model_name: Name of the model in ``MODELS``.
         backend: Name of the backend.
         options: Further options of connector and backend.
         prompt_tokens: Most tokens of the prompt; it is up to one log entry shorter.
         max_tokens: Longest answer.
-        model_directory: Folder of the model.
+        model_directory: Folder of the model; None for one in the user's cache.
         json_file: Where the outcome goes as JSON; None for nowhere.
         keep_logs: Whether the engine's log stays when all went well.
     """
 
+    model_name: str
     backend: str
     options: Mapping[str, Any]
     prompt_tokens: int
     max_tokens: int
-    model_directory: Path
+    model_directory: Path | None
     json_file: Path | None
     keep_logs: bool
+
+    @property
+    def model(self) -> DemoModel:
+        """The model."""
+        return MODELS[self.model_name]
 
 
 class _DemoFailed(Exception):
@@ -111,7 +118,7 @@ def _check(settings: DemoSettings) -> None:
 
 
 def _create_log() -> Path:
-    directory = demo_model.cache_directory()
+    directory = model_folder.cache_directory()
     path = directory / f"demo-{os.getpid()}.log"
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -152,19 +159,24 @@ def _own_error(error: BaseException | None) -> UmbpError | None:
 
 def _demonstrate(settings: DemoSettings, console: "Console") -> str | None:
     progress = Progress(console)
-    if demo_model.needs_conversion(settings.model_directory):
-        with progress.step("converting the model's weights, once"):
-            demo_model.convert(settings.model_directory)
+    model = settings.model
+    directory = provide(model, settings.model_directory, progress)
     with progress.step(f"starting vLLM with umbp, backend {settings.backend}"):
         demo_engine = engine.DemoEngine(
-            settings.model_directory, engine.connector_options(settings.backend, settings.options)
+            directory,
+            engine.connector_options(settings.backend, settings.options),
+            model.engine_arguments,
         )
     try:
         outcome = _three_runs(settings, demo_engine, progress)
-        report.print_outcome(console, outcome, settings.backend)
+        report.print_outcome(console, outcome, settings.backend, model.answer_lines(outcome))
         if settings.json_file is not None:
             result = report.outcome_as_json(
-                outcome, backend=settings.backend, counters=demo_engine.counters()
+                outcome,
+                model=settings.model_name,
+                backend=settings.backend,
+                question=model.question,
+                counters=demo_engine.counters(),
             )
             _write_json(settings.json_file, result)
     finally:
@@ -175,7 +187,7 @@ def _demonstrate(settings: DemoSettings, console: "Console") -> str | None:
 def _three_runs(
     settings: DemoSettings, demo_engine: engine.DemoEngine, progress: Progress
 ) -> Outcome:
-    prompt = _fit_prompt(settings.prompt_tokens, demo_engine)
+    prompt = _make_prompt(settings, demo_engine)
     with progress.step("warming up"):
         # The first forward pass of a process prepares kernels; no run should pay for that. The
         # tokens are the end of the prompt, so that no later run finds them at its beginning.
@@ -189,15 +201,13 @@ def _three_runs(
     return Outcome(*runs)
 
 
-def _fit_prompt(prompt_tokens: int, demo_engine: engine.DemoEngine) -> list[int]:
-    def count_tokens(document: str) -> int:
-        return len(demo_engine.encode_chat(chat_messages(document)))
-
+def _make_prompt(settings: DemoSettings, demo_engine: engine.DemoEngine) -> list[int]:
     try:
-        document = fit_document(prompt_tokens, count_tokens)
+        return settings.model.prompt(settings.prompt_tokens, demo_engine)
     except ValueError as error:
-        raise ConfigError(f"--prompt-tokens {prompt_tokens} is too few: {error}") from error
-    return demo_engine.encode_chat(chat_messages(document))
+        raise ConfigError(
+            f"--prompt-tokens {settings.prompt_tokens} is too few: {error}"
+        ) from error
 
 
 def _one_run(

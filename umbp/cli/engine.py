@@ -17,11 +17,8 @@ import attrs
 from umbp.backends.registry import find_backend
 from umbp.errors import ConfigError
 
-BLOCK_TOKENS: Final = 32
-"""Tokens in a block; small, so that few tokens at the end of the prompt miss the caches."""
-
 MODEL_TOKENS_MAX: Final = 8192
-"""Longest prompt with answer that the demo's model was trained for."""
+"""Longest prompt with answer that the demo's models take."""
 
 _ENVIRONMENT: Final = {
     "HF_HUB_OFFLINE": "1",  # every file is local
@@ -45,7 +42,7 @@ class RequestRecord:
         external_token_count: Of these, restored by the connector.
         first_token_s: Time from the request to its first token.
         answer_token_ids: The answer.
-        answer_text: The same as text.
+        answer_text: The same as text; empty where the model has no tokenizer.
     """
 
     prompt_token_count: int
@@ -116,12 +113,18 @@ def connector_options(backend: str, given: Mapping[str, Any]) -> dict[str, Any]:
 class DemoEngine:
     """vLLM's engine with umbp as its KV connector."""
 
-    def __init__(self, model_directory: Path, connector_options: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        model_directory: Path,
+        connector_options: Mapping[str, Any],
+        arguments: Mapping[str, Any],
+    ) -> None:
         """Starts the engine.
 
         Args:
             model_directory: Folder of the model.
             connector_options: What goes into ``kv_connector_extra_config``.
+            arguments: Arguments of vLLM's engine that the model needs.
 
         Raises:
             UmbpError: The connector refuses its options.
@@ -135,11 +138,11 @@ class DemoEngine:
 
         self._tally = _PrefillTally()
         self._request_count = 0
+        self._has_tokenizer = not arguments.get("skip_tokenizer_init", False)
         self._engine: Any = LLMEngine.from_engine_args(
             EngineArgs(
                 model=str(model_directory),
                 dtype="bfloat16",
-                block_size=BLOCK_TOKENS,
                 max_model_len=MODEL_TOKENS_MAX,
                 max_num_seqs=1,
                 enforce_eager=True,
@@ -151,6 +154,7 @@ class DemoEngine:
                     kv_load_failure_policy="recompute",
                     kv_connector_extra_config=dict(connector_options),
                 ),
+                **arguments,
             ),
             stat_loggers=[lambda config, engine_index: self._tally],
         )
@@ -190,7 +194,7 @@ class DemoEngine:
         self._engine.add_request(
             f"demo-{self._request_count}",
             tokens_input(list(prompt_token_ids)),
-            SamplingParams(temperature=0.0, max_tokens=max_tokens),
+            SamplingParams(temperature=0.0, max_tokens=max_tokens, detokenize=self._has_tokenizer),
         )
         while self._engine.has_unfinished_requests():
             outputs = self._engine.step() or outputs

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import umbp
-from umbp.cli import demo_model
+from umbp.cli.demo_models import DEFAULT_MODEL, MODELS
 from umbp.errors import UmbpError
 
 EXIT_USAGE: Final = 2
@@ -95,11 +95,18 @@ def _add_demo(commands: Any) -> None:
     demo = commands.add_parser(
         "demo",
         help="answer a prompt with vLLM from restored KV",
-        description="Answers one prompt three times with a small chat model on vLLM: cold, from"
+        description="Answers one prompt three times with a small model on vLLM: cold, from"
         " vLLM's own prefix cache, and, after that cache was emptied, from KV that umbp stored"
         " and restored. Exit status 0: all answers are the same, and umbp restored as many"
         " tokens as the prefix cache had.",
         allow_abbrev=False,
+    )
+    demo.add_argument(
+        "--model",
+        choices=tuple(MODELS),
+        default=DEFAULT_MODEL,
+        help="chat: a small chat model; hybrid: a tiny one with recurrent state and random weights,"
+        " asked random tokens (default: %(default)s)",
     )
     demo.add_argument(
         "--backend", default="memory", metavar="NAME", help="backend to use (default: %(default)s)"
@@ -131,7 +138,7 @@ def _add_demo(commands: Any) -> None:
         "--model-dir",
         type=Path,
         metavar="DIR",
-        help="folder of the model; converted into it when there is none"
+        help="folder of the model; written into it when there is none"
         " (default: a folder in the user's cache)",
     )
     demo.add_argument("--json", type=Path, metavar="FILE", help="write the outcome as JSON too")
@@ -180,11 +187,12 @@ def _run_demo(parsed: argparse.Namespace) -> int:
 
     return run_demo(
         DemoSettings(
+            model_name=parsed.model,
             backend=parsed.backend,
             options=dict(parsed.option),
             prompt_tokens=parsed.prompt_tokens,
             max_tokens=parsed.max_tokens,
-            model_directory=parsed.model_dir or demo_model.default_model_directory(),
+            model_directory=parsed.model_dir,
             json_file=parsed.json,
             keep_logs=parsed.keep_logs,
         )

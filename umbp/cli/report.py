@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
-from umbp.cli.demo_text import ACCESS_CODE, QUESTION
 from umbp.cli.outcome import Outcome, Run
 
 if TYPE_CHECKING:
@@ -55,8 +54,10 @@ def _new_table(*, gap: int) -> "Table":
     return Table(box=box.SIMPLE_HEAD, padding=(0, gap - 1, 0, 0), show_edge=False, pad_edge=False)
 
 
-def print_outcome(console: "Console", outcome: Outcome, backend: str) -> None:
-    """Prints the table of the demo, and the answer."""
+def print_outcome(
+    console: "Console", outcome: Outcome, backend: str, answer_lines: Sequence[str]
+) -> None:
+    """Prints the table of the demo, and the lines with question and answer."""
     table = _new_table(gap=1)  # so that it fits a terminal of 80 columns
     table.add_column("run")
     for heading in ("prompt\ntokens", "GPU\ncache", "restored\nby umbp", "first\ntoken"):
@@ -78,20 +79,23 @@ def print_outcome(console: "Console", outcome: Outcome, backend: str) -> None:
     console.print()
     console.print(table)
     console.print()
-    console.print(f"Question: {QUESTION}", markup=False)
-    for text in dict.fromkeys(run.request.answer_text.strip() for run in outcome.runs):
-        console.print(f"Answer:   {text}", markup=False)
-    if ACCESS_CODE not in outcome.restored.request.answer_text:
-        console.print(f"(The document says {ACCESS_CODE}; the model is small and can be wrong.)")
+    for line in answer_lines:
+        console.print(line, markup=False)
 
 
 def outcome_as_json(
-    outcome: Outcome, *, backend: str, counters: Mapping[str, int]
+    outcome: Outcome,
+    *,
+    model: str,
+    backend: str,
+    question: str | None,
+    counters: Mapping[str, int],
 ) -> dict[str, Any]:
     """Returns what the table says, with the connector's counters, as JSON types."""
     return {
+        "model": model,
         "backend": backend,
-        "question": QUESTION,
+        "question": question,
         "failed_condition": outcome.failed_condition(),
         "runs": [
             {
