@@ -99,7 +99,6 @@ def test_a_bound_that_is_not_kept_is_measured_again(
 
     monkeypatch.setattr(lifecycle, "measure", measure)
     monkeypatch.setattr(lifecycle, "PAUSE_S", 0.0)
-    monkeypatch.setattr(lifecycle, "LIVE_REQUESTS", 100)
     monkeypatch.setattr(sys, "argv", ["lifecycle.py", "--check"])
     assert lifecycle.main() == 0
     assert taken == [10.0]
