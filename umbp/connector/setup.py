@@ -2,6 +2,7 @@
 """Opens the two sides: backend, sockets, core, in the order in which they need each other."""
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -27,15 +28,26 @@ from umbp.keys import KeySpace
 logger = logging.getLogger(__name__)
 
 
-def open_scheduler_side(
+def open_scheduler_side(  # noqa: PLR0913 - keyword-only
     config: ConnectorConfig,
     keyspace: KeySpace,
     vllm_config: Any,
     kv_cache_config: Any,
     *,
     strict: bool,
+    open_lookup: Callable[[ConnectorConfig, KeySpace], LookupClient] | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> SchedulerSide:
     """Opens the scheduler's side. No pool, no MORI: at most a client that asks.
+
+    Args:
+        config: The configuration.
+        keyspace: Keys of the namespace.
+        vllm_config: vLLM's ``VllmConfig``.
+        kv_cache_config: vLLM's ``KVCacheConfig``.
+        strict: Raise what would otherwise be logged and counted; for tests.
+        open_lookup: Opens the client that asks; None: the one that fits the backend.
+        clock: Seconds, monotonic.
 
     Raises:
         ConfigError: An option cannot work.
@@ -54,7 +66,7 @@ def open_scheduler_side(
     )
     lookups = None
     if options.enable_lookup and transfer.is_kv_consumer:
-        lookups = _open_lookup(config, keyspace)
+        lookups = (open_lookup or _open_lookup)(config, keyspace)
     return SchedulerSide(
         Core(limits),
         lookups,
@@ -63,6 +75,7 @@ def open_scheduler_side(
         store=transfer.is_kv_producer,
         save_decode_cache=options.save_decode_cache,
         strict=strict,
+        clock=clock,
     )
 
 

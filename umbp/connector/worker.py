@@ -58,6 +58,7 @@ class WorkerSide:
         make_fence: Returns a function that waits for the device work submitted so far; None where
             the device works at once.
         clock: Seconds, monotonic.
+        sleep: Waits for so many seconds on that clock.
     """
 
     def __init__(  # noqa: PLR0913 - keyword-only
@@ -69,6 +70,7 @@ class WorkerSide:
         timeout_ms: int,
         make_fence: Callable[[], Callable[[], None]] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._pool = pool
         self._keyspace = keyspace
@@ -76,6 +78,7 @@ class WorkerSide:
         self._timeout_s = timeout_ms / 1000
         self._make_fence = make_fence
         self._clock = clock
+        self._sleep = sleep
         self._epoch = 0
         self._jobs: dict[int, _OpenJob] = {}
         # Of the metadata in hand, what has not been handed to the pool yet.
@@ -188,7 +191,7 @@ class WorkerSide:
         # The pool ends a job that is past its deadline, or says that it cannot (BackendStalled).
         while job_ids & self._jobs.keys():
             self._take_results()
-            time.sleep(_POLL_INTERVAL_S)
+            self._sleep(_POLL_INTERVAL_S)
 
     def _take_results(self) -> None:
         for result in self._pool.poll():
