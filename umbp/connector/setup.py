@@ -20,7 +20,7 @@ from umbp.backends.lookup_server import LookupServer
 from umbp.connector.config import ConnectorConfig
 from umbp.connector.layout import kv_memory
 from umbp.connector.scheduler import SchedulerSide
-from umbp.connector.support import must_load_async
+from umbp.connector.support import why_load_async
 from umbp.connector.worker import WorkerSide
 from umbp.fsm import Core
 from umbp.keys import KeySpace
@@ -70,7 +70,7 @@ def open_scheduler_side(  # noqa: PLR0913 - keyword-only
     return SchedulerSide(
         Core(limits),
         lookups,
-        load_async=load_async(options.load_async, kv_cache_config),
+        load_async=load_async(options.load_async, vllm_config, kv_cache_config),
         lookup_async=options.lookup_async,
         store=transfer.is_kv_producer,
         save_decode_cache=options.save_decode_cache,
@@ -79,14 +79,12 @@ def open_scheduler_side(  # noqa: PLR0913 - keyword-only
     )
 
 
-def load_async(wanted: bool, kv_cache_config: Any) -> bool:
-    """Says whether to load between steps; a model that needs it overrules the option, once."""
-    if wanted or not must_load_async(kv_cache_config):
+def load_async(wanted: bool, vllm_config: Any, kv_cache_config: Any) -> bool:
+    """Says whether to load between steps; an engine that needs it overrules the option, once."""
+    reason = None if wanted else why_load_async(vllm_config, kv_cache_config)
+    if reason is None:
         return wanted
-    logger.warning(
-        "option load_async is false and is ignored: a model with recurrent state or several KV "
-        "cache groups loads between steps"
-    )
+    logger.warning("option load_async is false and is ignored: %s", reason)
     return True
 
 
