@@ -16,7 +16,7 @@ import attrs
 from umbp.sim.actions import Action, apply, random_actions
 from umbp.sim.engine import SimEngine
 from umbp.sim.faults import CALM
-from umbp.sim.models import EngineOptions, ModelKind, sim_model
+from umbp.sim.models import EngineOptions, ModelKind, hybrid_may_run_ahead, sim_model
 from umbp.sim.site import SimWorld
 
 _BLOCKS: Final = {
@@ -59,10 +59,13 @@ def quiet() -> None:
 def random_options(source: random.Random) -> EngineOptions:
     """Draws what an engine is started with."""
     kind = source.choice(list(ModelKind))
+    async_scheduling = source.random() < 0.5
+    if kind is ModelKind.HYBRID and not hybrid_may_run_ahead():
+        async_scheduling = False
     return EngineOptions(
         kind=kind,
         ranks=source.choice(_RANKS),
-        async_scheduling=source.random() < 0.5,
+        async_scheduling=async_scheduling,
         num_blocks=source.choice(_BLOCKS[kind]),
         load_async=kind is not ModelKind.DENSE or source.random() < 0.6,
         lookup_async=source.random() < 0.5,

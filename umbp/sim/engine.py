@@ -50,9 +50,7 @@ class SimEngine:
         self.world = world
         model, options = world.model, world.model.options
         self.options = options
-        self.site = SimSite.make(
-            world, synchronous=not options.load_async and len(model.groups) == 1
-        )
+        self.site = SimSite.make(world)
         scheduler_type = AsyncScheduler if options.async_scheduling else Scheduler
         with building_at(self.site):
             self.workers = Workers(self.site)

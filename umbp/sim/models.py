@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import attrs
 import torch
+import vllm
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
@@ -155,6 +156,14 @@ class SimModel:
     hasher: Any
     structured_output: Any
     notes: dict[str, Any] = attrs.field(factory=dict)
+
+
+def hybrid_may_run_ahead() -> bool:
+    """Says whether vLLM keeps recurrent state right by itself under asynchronous scheduling.
+
+    vLLM 0.31 caches the state at the end of a prompt once more a step later, when it has gone on.
+    """
+    return tuple(int(part) for part in vllm.__version__.split(".")[:2]) >= (0, 32)
 
 
 @functools.cache

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import attrs
 
+from umbp.connector.support import why_load_async
 from umbp.errors import UsageError
 from umbp.sim.clock import VirtualClock
 from umbp.sim.faults import FaultSource
@@ -48,7 +49,6 @@ class SimSite:
         world: Time, faults and objects.
         memories: KV memory of each rank.
         pools: The pool of each rank.
-        synchronous: Loads are waited for.
     """
 
     world: SimWorld
@@ -56,9 +56,11 @@ class SimSite:
     pools: Sequence[SimPool]
 
     @classmethod
-    def make(cls, world: SimWorld, *, synchronous: bool) -> "SimSite":
+    def make(cls, world: SimWorld) -> "SimSite":
         """Makes the memory and the pools of one engine."""
-        options = world.model.options
+        model, options = world.model, world.model.options
+        reason = why_load_async(model.vllm_config, model.kv_cache_config)
+        synchronous = not options.load_async and reason is None
         memories = [
             RankMemory(world.model.groups, options.num_blocks, rank)
             for rank in range(options.ranks)
