@@ -51,6 +51,12 @@ class KeySpace:
         return [prefix + block_hash for block_hash in block_hashes]
 
 
+def split_prefix(key: bytes) -> tuple[int, int, int]:
+    """Returns (epoch, group index, rank) of a key."""
+    _, epoch, group_index, rank = _PREFIX.unpack_from(key)
+    return epoch, group_index, rank
+
+
 def split_hashes(packed: bytes, hash_bytes: int) -> list[bytes]:
     """Splits hashes that travel joined into one bytes object.
 

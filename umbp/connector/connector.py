@@ -64,29 +64,41 @@ class UMBPStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        check_supported(vllm_config, kv_cache_config)
-        config = ConnectorConfig.from_vllm(vllm_config)
-        self.manifest = manifest(
-            vllm_config, kv_cache_config, key_namespace=config.options.key_namespace
-        )
+        config, self.manifest = self._configure(vllm_config, kv_cache_config)
         keyspace = KeySpace(digest(self.manifest))
         self._scheduler_side: SchedulerSide | None = None
         self._worker_parts: WorkerParts | None = None
         self._worker_side: WorkerSide | None = None
         self._sparse_groups = sparse_groups(kv_cache_config)
-        strict = os.environ.get("UMBP_STRICT", "") == "1"
         if role is KVConnectorRole.SCHEDULER:
             warn_of_policy(vllm_config)
-            self._scheduler_side = open_scheduler_side(
-                config, keyspace, vllm_config, kv_cache_config, strict=strict
-            )
+            self._scheduler_side = self._open_scheduler_side(config, keyspace)
             logger.info(
                 "umbp offloads to %r, namespace %s",
                 config.options.backend,
                 keyspace.namespace.hex(),
             )
         else:
-            self._worker_parts = open_worker_parts(config, keyspace, vllm_config)
+            self._worker_parts = self._open_worker_parts(config, keyspace)
+
+    def _configure(
+        self, vllm_config: Any, kv_cache_config: Any
+    ) -> tuple[ConnectorConfig, dict[str, Any]]:
+        """Checks the configuration; returns umbp's own part of it, and the namespace's manifest."""
+        check_supported(vllm_config, kv_cache_config)
+        config = ConnectorConfig.from_vllm(vllm_config)
+        return config, manifest(
+            vllm_config, kv_cache_config, key_namespace=config.options.key_namespace
+        )
+
+    def _open_scheduler_side(self, config: ConnectorConfig, keyspace: KeySpace) -> SchedulerSide:
+        strict = os.environ.get("UMBP_STRICT", "") == "1"
+        return open_scheduler_side(
+            config, keyspace, self._vllm_config, self._kv_cache_config, strict=strict
+        )
+
+    def _open_worker_parts(self, config: ConnectorConfig, keyspace: KeySpace) -> WorkerParts:
+        return open_worker_parts(config, keyspace, self._vllm_config)
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:

@@ -9,6 +9,7 @@ import numpy as np
 
 from umbp.backends.base import LookupAnswer, LookupClient, LookupPart, LookupQuestion
 from umbp.connector.groups import Asked, BoolArray, GroupRules
+from umbp.errors import BackendError
 from umbp.fsm import LookupAnswered, RequestContext, StartLookup
 from umbp.fsm.quarantine import Quarantine
 
@@ -63,8 +64,14 @@ class OpenLookups:
             answer = LookupAnswered(context.request_id, question_id, command.begin_tokens)
             self._ready.append(answer)
             return
+        try:
+            self._client.ask(LookupQuestion(question_id, context.epoch, parts))
+        except BackendError as error:
+            logger.warning("lookup of %s cannot be asked: %s", context.request_id, error)
+            answer = LookupAnswered(context.request_id, question_id, command.begin_tokens)
+            self._ready.append(answer)
+            return
         self._questions[question_id] = _Question(context, command.begin_tokens, asked)
-        self._client.ask(LookupQuestion(question_id, context.epoch, parts))
 
     def drop(self, question_id: int) -> None:
         """Forgets a question; its answer is not returned."""
@@ -80,11 +87,22 @@ class OpenLookups:
         """
         events, self._ready = self._ready, []
         if self._questions and not events:
-            for answer in self._client.answers(wait_s):
+            for answer in self._take(wait_s):
                 question = self._questions.pop(answer.question_id, None)
                 if question is not None:
                     events.append(self._event(question, answer, now_s))
         return events
+
+    def _take(self, wait_s: float) -> list[LookupAnswer]:
+        """Returns the client's answers; a client that fails has answered every question: a miss."""
+        try:
+            return self._client.answers(wait_s)
+        except BackendError as error:
+            reason = str(error)
+        failed = [LookupAnswer(question_id, None, reason) for question_id in self._questions]
+        for answer in failed:
+            self._client.forget(answer.question_id)
+        return failed
 
     def close(self) -> None:
         """Gives the client back."""
@@ -93,12 +111,14 @@ class OpenLookups:
     def _event(self, question: _Question, answer: LookupAnswer, now_s: float) -> LookupAnswered:
         request = question.context.source
         end, hit = question.begin_tokens, None
-        if answer.present is None:
-            logger.warning("lookup of %s failed: %s", request.request_id, answer.reason)
+        masks = self._masks(question.asked, answer, now_s)
+        if masks is None:
+            reason = answer.reason or "the answer does not fit the question"
+            logger.warning("lookup of %s failed: %s", request.request_id, reason)
         else:
             hit = self._rules.hit(
                 question.asked,
-                self._masks(question.asked, answer.present, now_s),
+                masks,
                 request.block_hashes,
                 local_tokens=question.begin_tokens,
                 # The last token is always computed: its logits are what the engine wants.
@@ -108,10 +128,13 @@ class OpenLookups:
         return LookupAnswered(request.request_id, answer.question_id, end, hit)
 
     def _masks(
-        self, asked: Sequence[Asked], present: Sequence[BoolArray], now_s: float
-    ) -> list[BoolArray]:
-        """Returns what is present for each group, less what is in quarantine."""
-        answers = iter(present)
+        self, asked: Sequence[Asked], answer: LookupAnswer, now_s: float
+    ) -> list[BoolArray] | None:
+        """Returns what is present by group, less what is in quarantine; None: nobody knows."""
+        wanted = [len(one.hashes) for one in asked if one.hashes]
+        if answer.present is None or wanted != [len(mask) for mask in answer.present]:
+            return None
+        answers = iter(answer.present)
         masks = [next(answers) if one.hashes else np.zeros(0, dtype=bool) for one in asked]
         for at, one in enumerate(asked):
             listed = self._quarantine.listed(one.hashes, now_s)

@@ -98,6 +98,8 @@ class SchedulerSide:
         self._answers_taken = False
         # The engine's own hit in its last question; admission follows in the same breath.
         self._local_tokens = 0
+        # Until the step is planned.
+        self._admitted: list[Any] = []
         self._outbox = Outbox()
         self._bytes = {"bytes_loaded": 0, "bytes_stored": 0}
         self._refused_events = 0
@@ -148,10 +150,9 @@ class SchedulerSide:
             return
         request_id = request.request_id
         if external == 0:
-            # The call after an asynchronous load comes without a question before it.
-            self._give(
-                ComputeAdmitted(request_id, request.num_computed_tokens or self._local_tokens)
-            )
+            # How many tokens it begins with, vLLM says only once the step is planned: its own hit
+            # may end inside a block, which it does not mention when it asks.
+            self._admitted.append(request)
             return
         begin, end = self._local_tokens, self._local_tokens + external
         parts = self._load_parts(context, block_ids, begin, end)
@@ -166,6 +167,9 @@ class SchedulerSide:
         now_s = self._clock()
         self._follow_epoch()
         self._answers_taken = False
+        admitted, self._admitted = self._admitted, []
+        for request in admitted:
+            self._give(ComputeAdmitted(request.request_id, request.num_computed_tokens))
         self._perform(self.core.tick(now_s))
         gone = set(output.preempted_req_ids or ()) | output.finished_req_ids
         for request_id in output.preempted_req_ids or ():
@@ -183,8 +187,7 @@ class SchedulerSide:
             if context is not None and request_id not in gone:
                 scheduled = output.num_scheduled_tokens.get(request_id, 0)
                 table = block_state.get_block_ids(request_id)
-                computed = context.source.num_computed_tokens + scheduled
-                self._store_boundaries(context, offers, table, computed)
+                self._store_boundaries(context, offers, table, scheduled)
         return self._hand_over()
 
     def finished_boundaries(
@@ -196,7 +199,7 @@ class SchedulerSide:
         """Answers ``register_finished_partial_tail``, which comes before ``finished``."""
         context = self.core.requests.get(request.request_id)
         if context is not None:
-            self._store_boundaries(context, offers, block_ids, request.num_computed_tokens)
+            self._store_boundaries(context, offers, block_ids, 0)
 
     def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
         """Answers ``request_finished_all_groups``."""
@@ -426,9 +429,17 @@ class SchedulerSide:
         context: RequestContext,
         offers: Sequence[tuple[int, int, int]],
         table: Sequence[Sequence[int]] | None,
-        computed: int,
+        scheduled: int,
     ) -> None:
-        wanted = [offer for offer in offers if offer[2] <= context.store_end_tokens]
+        # State is at most where the step begins, copied before it, or where it ends. vLLM 0.31
+        # offers a boundary again when the state has gone on.
+        begin = context.source.num_computed_tokens
+        computed = begin + scheduled
+        wanted = [
+            offer
+            for offer in offers
+            if offer[2] in (begin, computed) and offer[2] <= context.store_end_tokens
+        ]
         if table is None or not wanted:
             return
         hashes = context.source.block_hashes

@@ -2,6 +2,7 @@
 """Opens the two sides: backend, sockets, core, in the order in which they need each other."""
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -20,7 +21,7 @@ from umbp.backends.lookup_server import LookupServer
 from umbp.connector.config import ConnectorConfig
 from umbp.connector.layout import kv_memory
 from umbp.connector.scheduler import SchedulerSide
-from umbp.connector.support import must_load_async
+from umbp.connector.support import why_load_async
 from umbp.connector.worker import WorkerSide
 from umbp.fsm import Core
 from umbp.keys import KeySpace
@@ -28,15 +29,26 @@ from umbp.keys import KeySpace
 logger = logging.getLogger(__name__)
 
 
-def open_scheduler_side(
+def open_scheduler_side(  # noqa: PLR0913 - keyword-only
     config: ConnectorConfig,
     keyspace: KeySpace,
     vllm_config: Any,
     kv_cache_config: Any,
     *,
     strict: bool,
+    open_lookup: Callable[[ConnectorConfig, KeySpace], LookupClient] | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> SchedulerSide:
     """Opens the scheduler's side. No pool, no MORI: at most a client that asks.
+
+    Args:
+        config: The configuration.
+        keyspace: Keys of the namespace.
+        vllm_config: vLLM's ``VllmConfig``.
+        kv_cache_config: vLLM's ``KVCacheConfig``.
+        strict: Raise what would otherwise be logged and counted; for tests.
+        open_lookup: Opens the client that asks; None: the one that fits the backend.
+        clock: Seconds, monotonic.
 
     Raises:
         ConfigError: An option cannot work.
@@ -55,28 +67,27 @@ def open_scheduler_side(
     )
     lookups = None
     if options.enable_lookup and transfer.is_kv_consumer:
-        lookups = _open_lookup(config, keyspace)
+        lookups = (open_lookup or _open_lookup)(config, keyspace)
     shared_epoch = _open_epoch(config)
     return SchedulerSide(
         Core(limits, shared_epoch.current() if shared_epoch is not None else 0),
         lookups,
-        load_async=load_async(options.load_async, kv_cache_config),
+        load_async=load_async(options.load_async, vllm_config, kv_cache_config),
         lookup_async=options.lookup_async,
         store=transfer.is_kv_producer,
         save_decode_cache=options.save_decode_cache,
         shared_epoch=shared_epoch,
         strict=strict,
+        clock=clock,
     )
 
 
-def load_async(wanted: bool, kv_cache_config: Any) -> bool:
-    """Says whether to load between steps; a model that needs it overrules the option, once."""
-    if wanted or not must_load_async(kv_cache_config):
+def load_async(wanted: bool, vllm_config: Any, kv_cache_config: Any) -> bool:
+    """Says whether to load between steps; an engine that needs it overrules the option, once."""
+    reason = None if wanted else why_load_async(vllm_config, kv_cache_config)
+    if reason is None:
         return wanted
-    logger.warning(
-        "option load_async is false and is ignored: a model with recurrent state or several KV "
-        "cache groups loads between steps"
-    )
+    logger.warning("option load_async is false and is ignored: %s", reason)
     return True
 
 

@@ -59,16 +59,26 @@ def _memory_problems(model: Any) -> list[str]:
     return []
 
 
-def must_load_async(kv_cache_config: Any) -> bool:
-    """Says whether loads have to end before the step that reads them is prepared.
+def why_load_async(vllm_config: Any, kv_cache_config: Any) -> str | None:
+    """Says why loads have to end before the step that reads them is planned; None: they need not.
 
     vLLM copies recurrent state to where a step writes it while it prepares the step, before a
     synchronous load would begin: the load would be lost without a word. And what failed of a
     synchronous load can be reported by block only, which says nothing where several groups share
     one space of block ids.
+
+    With asynchronous scheduling the next step is planned, and may have begun, when vLLM hears that
+    a load has failed. It computes the request again, and yet takes the next step's token for good.
     """
     groups = kv_cache_config.kv_cache_groups
-    return len(groups) > 1 or any(_is_state(spec) for group in groups for spec in _specs(group))
+    if len(groups) > 1 or any(_is_state(spec) for group in groups for spec in _specs(group)):
+        return "a model with recurrent state or several KV cache groups loads between steps"
+    if vllm_config.scheduler_config.async_scheduling:
+        return (
+            "with asynchronous scheduling vLLM cannot take back what follows a load that failed "
+            "within a step; set --no-async-scheduling to load within steps"
+        )
+    return None
 
 
 def sparse_groups(kv_cache_config: Any) -> frozenset[int]:

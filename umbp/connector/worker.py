@@ -62,6 +62,7 @@ class WorkerSide:
             the device works at once.
         shared_epoch: The epoch that this engine shares with others; None: it has its own.
         clock: Seconds, monotonic.
+        sleep: Waits for so many seconds on that clock.
     """
 
     def __init__(  # noqa: PLR0913 - keyword-only
@@ -74,6 +75,7 @@ class WorkerSide:
         make_fence: Callable[[], Callable[[], None]] | None = None,
         shared_epoch: EpochSource | None = None,
         clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._pool = pool
         self._keyspace = keyspace
@@ -82,6 +84,7 @@ class WorkerSide:
         self._make_fence = make_fence
         self._shared_epoch = shared_epoch
         self._clock = clock
+        self._sleep = sleep
         self._epoch = 0
         self._jobs: dict[int, _OpenJob] = {}
         # Of the metadata in hand, what has not been handed to the pool yet.
@@ -194,7 +197,7 @@ class WorkerSide:
         # The pool ends a job that is past its deadline, or says that it cannot (BackendStalled).
         while job_ids & self._jobs.keys():
             self._take_results()
-            time.sleep(_POLL_INTERVAL_S)
+            self._sleep(_POLL_INTERVAL_S)
 
     def _take_results(self) -> None:
         for result in self._pool.poll():

@@ -50,6 +50,9 @@ class Bench:
         assert external is not None
         table = self.pool.take(-(-request.num_tokens // UNIT_TOKENS))
         self.side.admitted(request, (table,), external)
+        if not external:
+            # vLLM writes it down when it has admitted the request, and before it builds metadata.
+            request.num_computed_tokens = local_tokens
         return table
 
     def run_prompt(self, request: FakeRequest, table: list[int]) -> StepMetadata:

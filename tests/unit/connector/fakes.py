@@ -110,12 +110,16 @@ class FakeLookups:
         self.is_broken = False
         self.waits_s: list[float] = []
         self.is_closed = False
+        self.error: BackendError | None = None
+        self.extra_places = 0
 
     def ask(self, question: LookupQuestion) -> None:
         self.questions.append(question)
 
     def answers(self, wait_s: float = 0.0) -> list[LookupAnswer]:
         self.waits_s.append(wait_s)
+        if self.error is not None:
+            raise self.error
         if self.is_silent:
             return []
         asked, self.questions = self.questions, []
@@ -127,9 +131,9 @@ class FakeLookups:
         (part,) = question.parts
         size = part.hash_bytes
         hashes = [part.hashes[at : at + size] for at in range(0, len(part.hashes), size)]
-        return LookupAnswer(
-            question.question_id, (np.array([h in self.stored for h in hashes], dtype=bool),)
-        )
+        present = [h in self.stored for h in hashes] + [True] * max(0, self.extra_places)
+        present = present[: len(hashes) + self.extra_places]
+        return LookupAnswer(question.question_id, (np.array(present, dtype=bool),))
 
     def forget(self, question_id: int) -> None:
         self.forgotten.append(question_id)
@@ -180,12 +184,13 @@ def step_output(
     tables: dict[str, list[int]] | None = None,
     *,
     preempted: Sequence[str] = (),
+    offers: dict[str, list[tuple[int, int, int]]] | None = None,
 ) -> Any:
-    """vLLM's ``SchedulerOutput``: tokens scheduled and block tables by request id."""
+    """vLLM's ``SchedulerOutput``: tokens scheduled, block tables and offers by request id."""
     known = tables or {}
     state = types.SimpleNamespace(
         get_block_ids=lambda request_id: (known[request_id],) if request_id in known else None,
-        boundary_state_offloads={},
+        boundary_state_offloads=offers or {},
     )
     return types.SimpleNamespace(
         num_scheduled_tokens=scheduled,

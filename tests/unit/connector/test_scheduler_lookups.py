@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from umbp.connector.metadata import unpack_ids
+from umbp.errors import BackendError
 
 from .bench import Bench
 from .fakes import FakeRequest, block_hash
@@ -90,6 +91,37 @@ def test_asynchronous_lookup_polls_once_a_step_however_many_wait() -> None:
     for index in range(50):
         bench.side.matched_tokens(FakeRequest.of(f"r{index}", 100), 0)
     assert len(bench.lookups.waits_s) == 1
+
+
+@pytest.mark.parametrize("lookup_async", [False, True])
+def test_a_client_that_raises_has_answered_every_question(lookup_async: bool) -> None:
+    bench = Bench(lookup_async=lookup_async)
+    bench.store_hashes(3)
+    bench.lookups.error = BackendError("the other side is gone")
+    request = FakeRequest.of("a", 100)
+    assert bench.side.matched_tokens(request, 0) == (0, False)
+    assert bench.lookups.forgotten
+    bench.lookups.error = None
+    bench.idle_step()
+    assert bench.side.matched_tokens(FakeRequest.of("b", 100), 0) == (48, True)
+
+
+def test_a_question_that_cannot_be_asked_is_a_miss() -> None:
+    bench = Bench()
+
+    def ask(_: Any) -> None:
+        raise BackendError("no connection")
+
+    bench.lookups.ask = ask  # type: ignore[method-assign]
+    assert bench.side.matched_tokens(FakeRequest.of("a", 100), 0) == (0, False)
+
+
+@pytest.mark.parametrize("extra_places", [-1, 1])
+def test_an_answer_that_does_not_fit_its_question_is_a_miss(extra_places: int) -> None:
+    bench = Bench()
+    bench.store_hashes(6)
+    bench.lookups.extra_places = extra_places
+    assert bench.side.matched_tokens(FakeRequest.of("a", 100), 0) == (0, False)
 
 
 def test_a_rank_that_cannot_say_is_a_miss() -> None:

@@ -124,6 +124,18 @@ def test_decoded_blocks_are_stored_only_when_asked_for() -> None:
         assert stores == expected
 
 
+def test_a_boundary_that_the_state_has_left_is_not_stored() -> None:
+    """vLLM 0.31 offers a prompt's end again, one step late, under asynchronous scheduling."""
+    for computed, expected in ((16, 1), (32, 1), (33, 0)):
+        bench = Bench()
+        request = FakeRequest.of("a", 40)
+        table = bench.admit(request)
+        bench.run_prompt(request, table)
+        request.num_computed_tokens = computed
+        output = step_output({"a": 16}, {"a": table}, offers={"a": [(0, 9, 32)]})
+        assert len(bench.side.step_metadata(output).stores) == expected, computed
+
+
 def test_tokens_that_are_only_expected_are_not_stored() -> None:
     """Case 4.6: asynchronous scheduling counts tokens that may still be thrown away."""
     bench = Bench(save_decode_cache=True)
@@ -330,6 +342,17 @@ def test_local_hit_after_a_reset_that_vllm_could_not_follow_is_not_stored() -> N
     clean = FakeRequest.of("clean", 64)
     own = bench.admit(clean, local_tokens=32)
     assert len(bench.run_prompt(clean, own).stores) == 1
+
+
+def test_local_hit_inside_a_block_after_such_a_reset_is_not_stored() -> None:
+    """When vLLM asks, it leaves out what its own hit has of a block; it says so on admission."""
+    bench = Bench()
+    bench.admit(FakeRequest.of("holder", 64))
+    bench.side.reset()
+    sharer = FakeRequest.of("sharer", 64)
+    shared = bench.admit(sharer, local_tokens=0)
+    sharer.num_computed_tokens = 8
+    assert bench.run_prompt(sharer, shared).stores == []
 
 
 def test_close_closes_the_lookup_client() -> None:
