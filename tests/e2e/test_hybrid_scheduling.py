@@ -22,7 +22,7 @@ LITTLE_ROOM: Final[dict[str, dict[str, Any]]] = {
     "lfm": {
         "max_num_batched_tokens": 100,
         "max_model_len": 1024,
-        "num_gpu_blocks_override": 30,
+        "num_gpu_blocks_override": 26,
     },
     "gemma": {
         # umbp may reach further than vLLM here, so that the rest has another shape.

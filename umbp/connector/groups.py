@@ -37,6 +37,7 @@ class Group:
             vLLM knows which block holds it.
         is_fine: A hit may end inside one of its blocks.
         drops_unit: vLLM looks one unit past a hit and drops it, for the drafter.
+        start_blocks: Blocks that a request takes, beyond those of a hit, to go on from it.
     """
 
     index: int
@@ -44,6 +45,7 @@ class Group:
     is_state: bool
     is_fine: bool
     drops_unit: bool
+    start_blocks: int = 0
 
 
 class Hit(Protocol):
@@ -378,6 +380,8 @@ def _groups(coordinator: Any, hash_tokens: int, sparse_groups: frozenset[int]) -
                 is_state=is_state,
                 is_fine=fine,
                 drops_unit=together.get(index, index in dropping) and not is_state,
+                # The state goes on in a block of its own, and may be kept in another on its way.
+                start_blocks=2 + getattr(manager, "num_speculative_blocks", 0) if is_state else 0,
             )
         )
     return tuple(groups)

@@ -11,16 +11,18 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import attrs
+
 from umbp.backends.base import EpochSource, LookupClient
 from umbp.connector.groups import GroupRules
 from umbp.connector.lookups import OpenLookups
 from umbp.connector.metadata import RankAnswer, StepMetadata, WorkerMetadata
 from umbp.connector.outbox import Outbox
 from umbp.connector.pins import BlockPins
+from umbp.connector.room import Room
+from umbp.connector.stores import StorePlanner
 from umbp.errors import BackendError, UmbpError, UsageError
 from umbp.fsm import (
-    BlocksFilled,
-    BoundaryOffered,
     CancelTransfer,
     Command,
     ComputeAdmitted,
@@ -54,6 +56,25 @@ from umbp.fsm import (
 logger = logging.getLogger(__name__)
 
 
+@attrs.frozen(eq=False)
+class _Bound:
+    """What depends on vLLM's cache manager.
+
+    Attributes:
+        rules: Cache-group rules.
+        pins: Holds blocks.
+        planner: Says what to store.
+        room: Says which loads must wait.
+        lookups: Questions that are open; None when nothing is ever looked up.
+    """
+
+    rules: GroupRules
+    pins: BlockPins
+    planner: StorePlanner
+    room: Room
+    lookups: OpenLookups | None
+
+
 class SchedulerSide:
     """Drives the core from vLLM's scheduler.
 
@@ -84,7 +105,6 @@ class SchedulerSide:
     ) -> None:
         self.core = core
         self._client = lookups
-        self._lookups: OpenLookups | None = None
         self._load_async = load_async
         self._lookup_async = lookup_async
         self._store = store
@@ -93,8 +113,7 @@ class SchedulerSide:
         self._strict = strict
         self._clock = clock
         self._unit = core.limits.unit_tokens
-        self._pins: BlockPins | None = None
-        self._bound_rules: GroupRules | None = None
+        self._bound_parts: _Bound | None = None
         self._answers_taken = False
         # The engine's own hit in its last question; admission follows in the same breath.
         self._local_tokens = 0
@@ -103,6 +122,7 @@ class SchedulerSide:
         self._outbox = Outbox()
         self._bytes = {"bytes_loaded": 0, "bytes_stored": 0}
         self._refused_events = 0
+        self._loads_put_off = 0
 
     # ------------------------------------------------------------ hooks
 
@@ -112,16 +132,22 @@ class SchedulerSide:
             raise UsageError(
                 f"hits are in units of {rules.hash_tokens} tokens, transfers of {self._unit}"
             )
-        self._bound_rules = rules
+        lookups = None
         if self._client is not None:
-            self._lookups = OpenLookups(self._client, rules, self.core.quarantine)
-        self._pins = BlockPins(block_pool)
+            lookups = OpenLookups(self._client, rules, self.core.quarantine)
+        self._bound_parts = _Bound(
+            rules,
+            BlockPins(block_pool),
+            StorePlanner(self.core, rules),
+            Room(rules, block_pool),
+            lookups,
+        )
 
     @property
-    def _rules(self) -> GroupRules:
-        if self._bound_rules is None:
+    def _bound(self) -> _Bound:
+        if self._bound_parts is None:
             raise UsageError("vLLM's cache manager is not bound yet")
-        return self._bound_rules
+        return self._bound_parts
 
     def matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """Answers ``get_num_new_matched_tokens``."""
@@ -132,6 +158,7 @@ class SchedulerSide:
             return None, False
         now_s = self._clock()
         self._local_tokens = local_tokens
+        self._bound.room.leave(request.request_id)
         reply = self.core.lookup_reply(request.request_id, local_tokens, now_s)
         if isinstance(reply, LookupReply):
             if reply is LookupReply.ASK:
@@ -141,6 +168,9 @@ class SchedulerSide:
             return None, False
         if not isinstance(reply, int) or reply == 0:
             return 0, False
+        if self._load_async and self._bound.room.is_short(request):
+            self._loads_put_off += 1
+            return None, False
         return reply, self._load_async
 
     def admitted(self, request: Any, block_ids: Sequence[Sequence[int]], external: int) -> None:
@@ -153,6 +183,7 @@ class SchedulerSide:
             # How many tokens it begins with, vLLM says only once the step is planned: its own hit
             # may end inside a block, which it does not mention when it asks.
             self._admitted.append(request)
+            self._bound.room.leave(request_id)
             return
         begin, end = self._local_tokens, self._local_tokens + external
         parts = self._load_parts(context, block_ids, begin, end)
@@ -161,6 +192,8 @@ class SchedulerSide:
         ):
             # vLLM counts on a load now. One that fails at once makes it compute the request.
             self._refuse(request_id, block_ids)
+        if self._load_async:
+            self._bound.room.take(request, block_ids)
 
     def step_metadata(self, output: Any) -> StepMetadata:
         """Answers ``build_connector_meta``: plans the stores of a step and hands all over."""
@@ -180,14 +213,14 @@ class SchedulerSide:
         for context in list(self.core.filling.values()):
             scheduled = output.num_scheduled_tokens.get(context.request_id)
             if scheduled:
-                self._plan_store(context, scheduled, block_state)
+                self._give_if(self._bound.planner.filled(context, scheduled, block_state))
         for request_id, offers in block_state.boundary_state_offloads.items():
             context = self.core.requests.get(request_id)
             # Blocks of a request that has lost them may be somebody else's by now.
             if context is not None and request_id not in gone:
                 scheduled = output.num_scheduled_tokens.get(request_id, 0)
                 table = block_state.get_block_ids(request_id)
-                self._store_boundaries(context, offers, table, scheduled)
+                self._give_if(self._bound.planner.boundaries(context, offers, table, scheduled))
         return self._hand_over()
 
     def finished_boundaries(
@@ -199,17 +232,16 @@ class SchedulerSide:
         """Answers ``register_finished_partial_tail``, which comes before ``finished``."""
         context = self.core.requests.get(request.request_id)
         if context is not None:
-            self._store_boundaries(context, offers, block_ids, 0)
+            self._give_if(self._bound.planner.boundaries(context, offers, block_ids, 0))
 
     def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
         """Answers ``request_finished_all_groups``."""
         context = self.core.requests.get(request.request_id)
         if context is None:
             return
+        self._bound.room.leave(request.request_id)
         if self._save_decode_cache and context.request_id in self.core.filling:
-            span = self._span(context, self._confirmed_tokens(context.source))
-            if span is not None:
-                self._give_filled(context, span, block_ids)
+            self._give_if(self._bound.planner.filled_at_end(context, block_ids))
         self._give(RequestFinished(request.request_id))
 
     def take_worker_answers(self, metadata: WorkerMetadata) -> None:
@@ -231,11 +263,10 @@ class SchedulerSide:
         leaves all of them to be found until the request has computed them again, and for ever when
         it is aborted before.
         """
-        if self._pins is not None:
-            first = lease.begin_tokens // self._unit
-            # Only a model with one group loads within a step.
-            (group,) = self._rules.groups
-            self._pins.uncache(lease.request.source.block_hashes[first:], group.index)
+        first = lease.begin_tokens // self._unit
+        # Only a model with one group loads within a step.
+        (group,) = self._bound.rules.groups
+        self._bound.pins.uncache(lease.request.source.block_hashes[first:], group.index)
 
     def reset(self) -> bool:
         """Answers ``reset_cache``: nothing stored so far is found again.
@@ -243,7 +274,7 @@ class SchedulerSide:
         False when engines share an epoch, and it could not be raised.
         """
         # vLLM empties its own cache first, and cannot while any block is in use.
-        kept = self._pins is not None and self._pins.any_in_use()
+        kept = self._bound_parts is not None and self._bound_parts.pins.any_in_use()
         epoch = None
         if self._shared_epoch is not None:
             try:
@@ -273,9 +304,10 @@ class SchedulerSide:
         True while a store that is not stalled is all that keeps a block from being free, so that
         waiting for it beats preempting a request.
         """
-        pins = self._pins
-        return pins is not None and any(
-            not _is_load(lease) and lease.state is LeaseState.IN_FLIGHT and pins.holds_alone(lease)
+        return any(
+            not _is_load(lease)
+            and lease.state is LeaseState.IN_FLIGHT
+            and self._bound.pins.holds_alone(lease)
             for lease in self.core.leases.values()
         )
 
@@ -285,6 +317,7 @@ class SchedulerSide:
             **self.core.counters.as_dict(),
             **self._bytes,
             "events_refused": self._refused_events,
+            "loads_put_off": self._loads_put_off,
             "requests_live": len(self.core.requests),
             "leases_open": len(self.core.leases),
             "blocks_pinned": self.core.pinned_blocks,
@@ -312,31 +345,35 @@ class SchedulerSide:
             self._perform(commands)
         return True
 
+    def _give_if(self, event: Event | None) -> None:
+        if event is not None:
+            self._give(event)
+
     def _perform(self, commands: Sequence[Command]) -> None:
+        if not commands:
+            return
+        pins, lookups = self._bound.pins, self._bound.lookups
         for command in commands:
             match command:
                 case StartLookup():
-                    if self._lookups is not None:
-                        self._lookups.start(command)
+                    if lookups is not None:
+                        lookups.start(command)
                 case DropLookup(question_id=question_id):
-                    if self._lookups is not None:
-                        self._lookups.drop(question_id)
+                    if lookups is not None:
+                        lookups.drop(question_id)
                 case StartLoad(lease=lease):
                     self._outbox.add(lease)
                 case StartStore(lease=lease):
-                    if self._pins is not None:
-                        self._pins.pin(lease)
+                    pins.pin(lease)
                     self._outbox.add(lease)
                 case PinBlocks(lease=lease):
                     logger.warning("%s has stalled; its blocks stay in use", lease.identity)
-                    if self._pins is not None:
-                        self._pins.pin(lease)
+                    pins.pin(lease)
                 case CancelTransfer(lease=lease):
                     logger.warning("%s is past its deadline and was cancelled", lease.identity)
                     self._outbox.cancel(lease.job_id)
                 case ReleasePins(lease=lease):
-                    if self._pins is not None:
-                        self._pins.release(lease)
+                    pins.release(lease)
 
     # ------------------------------------------------------------ lookups
 
@@ -347,7 +384,7 @@ class SchedulerSide:
         if self._store and self._save_decode_cache:
             store_end += request.max_tokens
         useful = (
-            self._lookups is not None
+            self._bound.lookups is not None
             and self.core.may_lookup(request.request_id)
             and limit - limit % self._unit > local_tokens
             and not request.skip_reading_prefix_cache
@@ -391,68 +428,12 @@ class SchedulerSide:
                 self._perform(self.core.tick(now_s))
 
     def _take_answers(self, wait_s: float) -> None:
-        if self._lookups is not None:
-            for event in self._lookups.answers(wait_s, self._clock()):
+        lookups = self._bound.lookups
+        if lookups is not None:
+            for event in lookups.answers(wait_s, self._clock()):
                 self._give(event)
 
-    # ------------------------------------------------------------ stores
-
-    def _plan_store(self, context: RequestContext, scheduled: int, block_state: Any) -> None:
-        request = context.source
-        # Positions past the prompt may hold draft tokens that are thrown away again.
-        computed = min(request.num_computed_tokens + scheduled, request.num_prompt_tokens)
-        computed = max(computed, self._confirmed_tokens(request))
-        span = self._span(context, computed)
-        if span is not None:
-            # Only now: the table is resolved on demand, and most steps fill no block.
-            self._give_filled(context, span, block_state.get_block_ids(context.request_id))
-
-    def _span(self, context: RequestContext, computed: int) -> tuple[int, int] | None:
-        # A block is storable once it has a hash; hashes of decoded blocks come a step later.
-        computed = min(computed, len(context.source.block_hashes) * self._unit)
-        return self.core.storable(context, computed)
-
-    def _give_filled(
-        self,
-        context: RequestContext,
-        span: tuple[int, int],
-        table: Sequence[Sequence[int]] | None,
-    ) -> None:
-        if table is None:
-            return
-        parts = self._rules.filled_parts(context.source.block_hashes, table, *span)
-        if parts:
-            self._give(BlocksFilled(context.request_id, *span, parts))
-
-    def _store_boundaries(
-        self,
-        context: RequestContext,
-        offers: Sequence[tuple[int, int, int]],
-        table: Sequence[Sequence[int]] | None,
-        scheduled: int,
-    ) -> None:
-        # State is at most where the step begins, copied before it, or where it ends. vLLM 0.31
-        # offers a boundary again when the state has gone on.
-        begin = context.source.num_computed_tokens
-        computed = begin + scheduled
-        wanted = [
-            offer
-            for offer in offers
-            if offer[2] in (begin, computed) and offer[2] <= context.store_end_tokens
-        ]
-        if table is None or not wanted:
-            return
-        hashes = context.source.block_hashes
-        parts = self._rules.boundary_parts(hashes, table, wanted, computed)
-        count = sum(len(part.block_ids) for part in parts)
-        if count and self.core.may_store_boundary(context, count):
-            end = max(boundary for _, _, boundary in wanted)
-            self._give(BoundaryOffered(context.request_id, end, end, parts))
-
-    @staticmethod
-    def _confirmed_tokens(request: Any) -> int:
-        """Tokens whose KV is final: not the ones that asynchronous scheduling only expects."""
-        return int(request.num_computed_tokens - request.num_output_placeholders)
+    # ------------------------------------------------------------ loads
 
     def _load_parts(
         self, context: RequestContext, table: Sequence[Sequence[int]], begin: int, end: int

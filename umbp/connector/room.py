@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps loads from filling KV memory with requests that then cannot start.
+
+vLLM gives a request that loads between steps only the blocks of the load. Several such requests can
+take all blocks there are; none can then be given the rest of its prompt, none is running, and vLLM
+preempts running requests only: the engine would stand still for ever. So one that would leave too
+little for those before it waits until they have started.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from umbp.connector.groups import GroupRules
+
+
+class Room:
+    """Requests that load, or have loaded and not started yet, and what they still need.
+
+    Args:
+        rules: Cache-group rules.
+        block_pool: vLLM's ``BlockPool``.
+    """
+
+    def __init__(self, rules: GroupRules, block_pool: Any) -> None:
+        self._rules = rules
+        self._pool = block_pool
+        # By request id: blocks that it still needs in order to start.
+        self._owed: dict[str, int] = {}
+
+    def is_short(self, request: Any) -> bool:
+        """Says whether a load for this request has to wait until others have started."""
+        if not self._owed:
+            return False
+        owed = sum(blocks for other, blocks in self._owed.items() if other != request.request_id)
+        return bool(owed and self._needs(request) + owed > self._pool.get_num_free_blocks())
+
+    def take(self, request: Any, table: Sequence[Sequence[int]]) -> None:
+        """Notes a request that loads.
+
+        Args:
+            request: vLLM's request.
+            table: Ids of the blocks that it was given, for each group.
+        """
+        self._owed[request.request_id] = self._needs(request, table)
+
+    def leave(self, request_id: str) -> None:
+        """Notes that a request has started, or will not start from a load."""
+        self._owed.pop(request_id, None)
+
+    def _needs(self, request: Any, table: Sequence[Sequence[int]] | None = None) -> int:
+        """Returns the most blocks that a request must still be given so that it can start."""
+        tokens = request.num_tokens + 1
+        blocks = 0
+        for group in self._rules.groups:
+            held = len(table[group.index]) if table is not None else 0
+            # Of state, all but the last are null blocks.
+            wanted = 1 if group.is_state and not held else -(-tokens // group.block_tokens)
+            blocks += max(0, wanted - held) + group.start_blocks
+        return blocks
