@@ -5,8 +5,10 @@ It performs the core's commands and checks each against what was commanded befor
 out is what no request owns, no open store pins and no open load writes.
 """
 
+import functools
+import operator
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import attrs
@@ -60,12 +62,14 @@ class Engine:
     Args:
         core: The core that it drives.
         block_count: Blocks that there are.
+        prompt_blocks: Blocks of a prompt.
     """
 
-    def __init__(self, core: Core, block_count: int) -> None:
+    def __init__(self, core: Core, block_count: int, *, prompt_blocks: int = PROMPT_BLOCKS) -> None:
         self.core = core
         self.now_s = 0.0
         self.block_count = block_count
+        self.prompt_blocks = prompt_blocks
         self.tables: dict[str, list[int]] = {}
         self.transfers: dict[int, Transfer] = {}
         self.pinning: set[int] = set()
@@ -88,7 +92,7 @@ class Engine:
             if transfer.lease.kind is LeaseKind.LOAD and self.is_open(transfer):
                 used.update(transfer.blocks)
         free = [block for block in range(self.block_count) if block not in used]
-        return free[:PROMPT_BLOCKS] if len(free) >= PROMPT_BLOCKS else None
+        return free[: self.prompt_blocks] if len(free) >= self.prompt_blocks else None
 
     def parts(self, table: Sequence[int], begin: int, end: int) -> tuple[LeasePart, ...]:
         first, last = begin // UNIT, end // UNIT
@@ -176,9 +180,18 @@ def parts_of(blocks: Sequence[int]) -> tuple[LeasePart, ...]:
     return (LeasePart(0, (b"",) * len(blocks), tuple(blocks)),)
 
 
-def fields_of(record: Any) -> list[Any]:
+def fields_of(record: Any) -> tuple[Any, ...]:
     """Returns what the fields of a record hold."""
-    return [getattr(record, name) for name in type(record).__match_args__]
+    return _reader(type(record))(record)
+
+
+@functools.cache
+def _reader(kind: type[Any]) -> Callable[[Any], tuple[Any, ...]]:
+    names = kind.__match_args__
+    if len(names) > 1:
+        # In one call: an exhaustive search does this a million times.
+        return operator.attrgetter(*names)
+    return lambda record: tuple(getattr(record, name) for name in names)
 
 
 def state_of(core: Core, contexts: Iterable[RequestContext]) -> Any:
