@@ -9,6 +9,7 @@ and nothing may be left.
 import math
 from collections import Counter
 
+import pytest
 from core_engine import PROMPT, PROMPT_BLOCKS, UNIT, Engine, parts_of
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -36,6 +37,8 @@ from umbp.fsm import (
     RequestFinished,
     RequestState,
 )
+
+pytestmark = pytest.mark.pure
 
 names = st.sampled_from(["a", "b", "c"])
 blocks = st.integers(0, PROMPT_BLOCKS)

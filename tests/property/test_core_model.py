@@ -8,6 +8,7 @@ same states with the same deadlines, and say the same about lookups and stores.
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 from core_model import Model, Refused
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,6 +45,8 @@ from umbp.fsm import (
     StartLookup,
     StartStore,
 )
+
+pytestmark = pytest.mark.pure
 
 UNIT = 4
 PROMPT = 5 * UNIT

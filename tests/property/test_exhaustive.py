@@ -23,6 +23,8 @@ from exhaustive_world import Bounds
 from umbp.fsm import Core, RequestContext, TransferLease
 from umbp.fsm.table import LEASE_TABLE, REQUEST_TABLE, STAY
 
+pytestmark = pytest.mark.pure
+
 SEARCHES = dict(EVERY_CHANGE)
 if os.environ.get("UMBP_HYPOTHESIS_PROFILE") == "nightly":
     SEARCHES |= NIGHTLY
