@@ -55,6 +55,8 @@ def engine() -> tuple[Any, Any]:
         ),
         speculative_config=None,
         device_config=ns(device_type="cpu"),
+        attention_config=ns(backend=None, backend_per_kind={}),
+        use_v2_model_runner=False,
     )
     groups = [ns(layer_names=["l0", "l1"], kv_cache_spec=Spec())]
     return vllm_config, ns(kv_cache_layout="LBHNC", kv_cache_groups=groups)

@@ -27,6 +27,9 @@ CHANGES = {
     "block size": lambda v, k: setattr(k.kv_cache_groups[0], "kv_cache_spec", Spec(block_size=32)),
     "heads": lambda v, k: setattr(k.kv_cache_groups[0], "kv_cache_spec", Spec(num_kv_heads=4)),
     "layers": lambda v, k: k.kv_cache_groups[0].layer_names.append("draft"),
+    "runner": lambda v, k: setattr(v, "use_v2_model_runner", True),
+    "attention": lambda v, k: setattr(v.attention_config, "backend", "FLASHINFER"),
+    "attention of a kind": lambda v, k: v.attention_config.backend_per_kind.update(mla="TRITON"),
     "drafter": lambda v, k: setattr(
         v,
         "speculative_config",
@@ -79,6 +82,13 @@ def test_hash_seed_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     before = of(*engine())
     monkeypatch.setenv("PYTHONHASHSEED", "1")
     assert of(*engine()) != before
+
+
+def test_shuffled_blocks_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = of(*engine())
+    for value, differs in (("0", False), ("False", False), ("1", True), ("true", True)):
+        monkeypatch.setenv("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", value)
+        assert (of(*engine()) != before) == differs
 
 
 def test_manifest_is_readable() -> None:
