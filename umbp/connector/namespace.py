@@ -4,8 +4,8 @@
 Two engines share objects only when their manifests are equal. A manifest is a plain dictionary
 that a person can read and compare; its digest goes into every key. What belongs here is whatever
 changes the KV of the same tokens, or its arrangement in an object: the model and its weights, its
-configuration (RoPE among it), dtypes, quantisation, KV layout and who writes it, block sizes, ranks,
-draft model, how block hashes are made, and the version of this format.
+configuration (RoPE among it), dtypes, quantisation, KV layout and what writes it, block sizes,
+ranks, draft model, how block hashes are made, and the version of this format.
 """
 
 import hashlib

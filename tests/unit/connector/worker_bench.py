@@ -74,10 +74,10 @@ def plan(job_id: int, *, epoch: int = 0, synchronous: bool = False) -> TransferP
 
 
 def make_side(
-    shared_epoch: FakeSharedEpoch | None = None,
+    shared_epoch: FakeSharedEpoch | None = None, *, rank: int = RANK
 ) -> tuple[WorkerSide, FakeWorkerPool]:
     pool = FakeWorkerPool()
-    side = WorkerSide(pool, keyspace=KEYS, rank=RANK, timeout_ms=5000, shared_epoch=shared_epoch)
+    side = WorkerSide(pool, keyspace=KEYS, rank=rank, timeout_ms=5000, shared_epoch=shared_epoch)
     return side, pool
 
 
