@@ -4,8 +4,8 @@
 Two engines share objects only when their manifests are equal. A manifest is a plain dictionary
 that a person can read and compare; its digest goes into every key. What belongs here is whatever
 changes the KV of the same tokens, or its arrangement in an object: the model and its weights, its
-configuration (RoPE among it), dtypes, quantisation, KV layout, block sizes, ranks, draft model, how
-block hashes are made, and the version of this format.
+configuration (RoPE among it), dtypes, quantisation, KV layout and what writes it, block sizes,
+ranks, draft model, how block hashes are made, and the version of this format.
 """
 
 import hashlib
@@ -23,6 +23,7 @@ FORMAT_VERSION: Final = 1
 _WEIGHT_SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _SAMPLE_BYTES: Final = 1 << 16
 _SAMPLES: Final = 8
+_TRUE: Final = ("1", "true")
 # Differ between copies of one model, and change nothing that is computed.
 _VOLATILE: Final = frozenset({"_name_or_path", "name_or_path", "transformers_version"})
 
@@ -63,6 +64,7 @@ def manifest(vllm_config: Any, kv_cache_config: Any, *, key_namespace: str) -> d
             "expert": bool(parallel.enable_expert_parallel),
         },
         "layout": str(getattr(kv_cache_config, "kv_cache_layout", None)),
+        "writer": _writer(vllm_config),
         "device": str(vllm_config.device_config.device_type),
         "groups": [_group(group) for group in kv_cache_config.kv_cache_groups],
     }
@@ -94,6 +96,19 @@ def _draft_model(speculative: Any) -> dict[str, Any] | None:
         "method": str(speculative.method),
         "tokens": speculative.num_speculative_tokens,
         "model": _model(draft) if draft is not None else None,
+    }
+
+
+def _writer(vllm_config: Any) -> dict[str, Any]:
+    """Says what writes KV into blocks; each may arrange it by a way of its own in one layout."""
+    attention = getattr(vllm_config, "attention_config", None)
+    by_kind = getattr(attention, "backend_per_kind", None) or {}
+    return {
+        "runner": 2 if getattr(vllm_config, "use_v2_model_runner", False) else 1,
+        "attention": str(getattr(attention, "backend", None)),
+        "attention_by_kind": {str(kind): str(backend) for kind, backend in by_kind.items()},
+        # vLLM on ROCm then permutes the inside of blocks and calls the layout the same.
+        "shuffled": os.environ.get("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "").lower() in _TRUE,
     }
 
 

@@ -3,6 +3,7 @@
 
 from typing import Any
 
+from umbp.connector.groups import GroupRules
 from umbp.connector.metadata import RankAnswer, StepMetadata, WorkerMetadata
 from umbp.connector.scheduler import SchedulerSide
 from umbp.fsm import Core, CoreLimits
@@ -21,7 +22,14 @@ from .fakes import (
 class Bench:
     """A scheduler's side with all that is around it, and a clock that is set by hand."""
 
-    def __init__(self, *, ranks: int = 1, blocks: int = 64, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        ranks: int = 1,
+        blocks: int = 64,
+        rules: GroupRules | None = None,
+        **options: Any,
+    ) -> None:
         self.now_s = 0.0
         self.pool = FakePool(blocks)
         self.lookups = FakeLookups()
@@ -38,7 +46,7 @@ class Bench:
         self.side = SchedulerSide(
             self.core, self.lookups, strict=True, clock=lambda: self.now_s, **options
         )
-        self.side.bind(one_group_rules(), self.pool)
+        self.side.bind(rules or one_group_rules(), self.pool)
         self.ranks = ranks
 
     def store_hashes(self, count: int) -> None:

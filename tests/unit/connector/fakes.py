@@ -3,7 +3,7 @@
 
 import functools
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from umbp.backends.base import LookupAnswer, LookupQuestion
 from umbp.connector.groups import GroupRules
 from umbp.errors import BackendError
+from umbp.keys import split_hashes
 
 UNIT_TOKENS = 16
 
@@ -128,12 +129,15 @@ class FakeLookups:
     def _answer(self, question: LookupQuestion) -> LookupAnswer:
         if self.is_broken:
             return LookupAnswer(question.question_id, None, "rank 1 is gone")
-        (part,) = question.parts
-        size = part.hash_bytes
-        hashes = [part.hashes[at : at + size] for at in range(0, len(part.hashes), size)]
-        present = [h in self.stored for h in hashes] + [True] * max(0, self.extra_places)
-        present = present[: len(hashes) + self.extra_places]
-        return LookupAnswer(question.question_id, (np.array(present, dtype=bool),))
+        present = tuple(
+            np.array(self._present(split_hashes(part.hashes, part.hash_bytes)), dtype=bool)
+            for part in question.parts
+        )
+        return LookupAnswer(question.question_id, present)
+
+    def _present(self, hashes: Sequence[bytes]) -> list[bool]:
+        present = [hash_ in self.stored for hash_ in hashes] + [True] * max(0, self.extra_places)
+        return present[: len(hashes) + self.extra_places]
 
     def forget(self, question_id: int) -> None:
         self.forgotten.append(question_id)
@@ -181,20 +185,29 @@ def one_group_rules() -> GroupRules:
 
 def step_output(
     scheduled: dict[str, int],
-    tables: dict[str, list[int]] | None = None,
+    tables: "Mapping[str, list[int] | tuple[list[int], ...]] | None" = None,
     *,
     preempted: Sequence[str] = (),
-    offers: dict[str, list[tuple[int, int, int]]] | None = None,
+    finished: Sequence[str] = (),
+    offers: Mapping[str, Sequence[tuple[int, int, int]]] | None = None,
 ) -> Any:
-    """vLLM's ``SchedulerOutput``: tokens scheduled, block tables and offers by request id."""
-    known = tables or {}
-    state = types.SimpleNamespace(
-        get_block_ids=lambda request_id: (known[request_id],) if request_id in known else None,
-        boundary_state_offloads=offers or {},
-    )
+    """vLLM's ``SchedulerOutput``.
+
+    Args:
+        scheduled: Tokens scheduled, by request id.
+        tables: Block table by request id: of the one group, or of each group.
+        preempted: Ids of requests that have just been preempted.
+        finished: Ids of requests that have just finished.
+        offers: Boundaries that are handed off, by request id.
+    """
+    known = {
+        name: table if isinstance(table, tuple) else (table,)
+        for name, table in (tables or {}).items()
+    }
+    state = types.SimpleNamespace(get_block_ids=known.get, boundary_state_offloads=offers or {})
     return types.SimpleNamespace(
         num_scheduled_tokens=scheduled,
         preempted_req_ids=set(preempted),
-        finished_req_ids=set(),
+        finished_req_ids=set(finished),
         kv_connector_block_state=state,
     )

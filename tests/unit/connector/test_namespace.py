@@ -2,71 +2,14 @@
 """Whatever changes the bytes of a block changes the namespace (cases of theme 8)."""
 
 import copy
-import types
 from pathlib import Path
-from typing import Any
 
-import attrs
 import pytest
 
-from umbp.connector.namespace import digest, manifest, weights_digest
+from umbp.connector.namespace import manifest, weights_digest
 from umbp.keys import NAMESPACE_BYTES
 
-
-@attrs.frozen
-class Spec:
-    """A KV cache spec: whatever it says is part of the namespace."""
-
-    block_size: int = 16
-    num_kv_heads: int = 2
-    head_size: int = 32
-    dtype: str = "bfloat16"
-
-
-class HfConfig:
-    """A Hugging Face configuration."""
-
-    def __init__(self, **values: Any) -> None:
-        self.values = values
-
-    def to_dict(self) -> dict[str, Any]:
-        return dict(self.values)
-
-
-def ns(**fields: Any) -> types.SimpleNamespace:
-    return types.SimpleNamespace(**fields)
-
-
-def engine() -> tuple[Any, Any]:
-    """Configurations with all fields that the namespace reads."""
-    model = ns(
-        model="org/model",
-        revision=None,
-        dtype="bfloat16",
-        quantization=None,
-        quantization_config=None,
-        hf_config=HfConfig(rope_theta=1e4, hidden_size=128, transformers_version="5"),
-    )
-    vllm_config = ns(
-        model_config=model,
-        cache_config=ns(cache_dtype="auto", prefix_caching_hash_algo="sha256"),
-        parallel_config=ns(
-            tensor_parallel_size=1,
-            pipeline_parallel_size=1,
-            decode_context_parallel_size=1,
-            prefill_context_parallel_size=1,
-            enable_expert_parallel=False,
-        ),
-        speculative_config=None,
-        device_config=ns(device_type="cpu"),
-    )
-    groups = [ns(layer_names=["l0", "l1"], kv_cache_spec=Spec())]
-    return vllm_config, ns(kv_cache_layout="LBHNC", kv_cache_groups=groups)
-
-
-def of(vllm_config: Any, kv_cache_config: Any, key_namespace: str = "") -> bytes:
-    return digest(manifest(vllm_config, kv_cache_config, key_namespace=key_namespace))
-
+from .namespace_bench import Spec, engine, ns, of
 
 CHANGES = {
     "model": lambda v, k: setattr(v.model_config, "model", "org/other"),
@@ -84,6 +27,9 @@ CHANGES = {
     "block size": lambda v, k: setattr(k.kv_cache_groups[0], "kv_cache_spec", Spec(block_size=32)),
     "heads": lambda v, k: setattr(k.kv_cache_groups[0], "kv_cache_spec", Spec(num_kv_heads=4)),
     "layers": lambda v, k: k.kv_cache_groups[0].layer_names.append("draft"),
+    "runner": lambda v, k: setattr(v, "use_v2_model_runner", True),
+    "attention": lambda v, k: setattr(v.attention_config, "backend", "FLASHINFER"),
+    "attention of a kind": lambda v, k: v.attention_config.backend_per_kind.update(mla="TRITON"),
     "drafter": lambda v, k: setattr(
         v,
         "speculative_config",
@@ -136,6 +82,13 @@ def test_hash_seed_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     before = of(*engine())
     monkeypatch.setenv("PYTHONHASHSEED", "1")
     assert of(*engine()) != before
+
+
+def test_shuffled_blocks_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = of(*engine())
+    for value, differs in (("0", False), ("False", False), ("1", True), ("true", True)):
+        monkeypatch.setenv("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", value)
+        assert (of(*engine()) != before) == differs
 
 
 def test_manifest_is_readable() -> None:
