@@ -2,6 +2,7 @@
 """Hybrid models: recurrent state, sliding windows, boundaries inside a block."""
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,9 @@ from umbp.connector.groups import GroupRules, GroupsHit
 from umbp.connector.metadata import unpack_ids
 from umbp.connector.setup import load_async
 
+# An engine that could load within a step.
+IN_STEP = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=False))
+
 
 def blocks_by_group(plan: Any) -> dict[int, list[int]]:
     return {part.group_index: unpack_ids(part.block_ids).tolist() for part in plan.parts}
@@ -30,7 +34,7 @@ def blocks_by_group(plan: Any) -> dict[int, list[int]]:
 def test_case_5_1_models_with_state_or_several_groups_load_between_steps(
     specs: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    chosen = load_async(False, config_of(*specs))
+    chosen = load_async(False, IN_STEP, config_of(*specs))
     assert chosen
     (record,) = caplog.records
     assert "load_async" in record.getMessage()
@@ -44,8 +48,8 @@ def test_case_5_1_models_with_state_or_several_groups_load_between_steps(
 
 def test_case_5_1_one_group_of_attention_may_load_within_the_step() -> None:
     latent = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=1, dtype=torch.float32)
-    assert not load_async(False, config_of(full()))
-    assert not load_async(False, config_of(latent))
+    assert not load_async(False, IN_STEP, config_of(full()))
+    assert not load_async(False, IN_STEP, config_of(latent))
 
 
 def test_case_5_3_state_is_stored_from_what_vllm_hands_off_and_never_by_place() -> None:
@@ -55,13 +59,13 @@ def test_case_5_3_state_is_stored_from_what_vllm_hands_off_and_never_by_place() 
     states, blocks = bench.pool.take(4), bench.pool.take(4)
     table = ([states[0], states[1], states[2]], blocks)
     bench.side.admitted(request, table, 0)
-    (store,) = bench.side.step_metadata(step_output({"a": 36}, {"a": table})).stores
+    (store,) = bench.side.step_metadata(step_output({"a": 32}, {"a": table})).stores
     assert blocks_by_group(store) == {1: [blocks[0]]}
-    request.num_computed_tokens = 36
+    request.num_computed_tokens = 32
     # The scratch blocks have moved: place 0 holds another state now.
     moved = ([states[3], states[0], states[1]], blocks)
     offers = {"a": [(0, states[2], 32)]}
-    output = step_output({"a": 30}, {"a": moved}, offers=offers)
+    output = step_output({"a": 34}, {"a": moved}, offers=offers)
     by_place, handed_off = bench.side.step_metadata(output).stores
     assert blocks_by_group(by_place) == {1: [blocks[1]]}
     assert blocks_by_group(handed_off) == {0: [states[2]]}

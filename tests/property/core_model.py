@@ -82,8 +82,9 @@ class Model:
         if request is None or request.state != "RUNNING" or request.store_barred:
             return None
         end = min(computed, request.stored) // self.unit * self.unit
-        blocks = (end - request.planned) // self.unit
-        if end <= request.planned or not self.has_room(blocks) or request.epoch != self.epoch:
+        while end > request.planned and not self.has_room((end - request.planned) // self.unit):
+            end -= self.unit
+        if end <= request.planned or request.epoch != self.epoch:
             return None
         return request.planned, end
 

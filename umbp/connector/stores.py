@@ -66,15 +66,12 @@ class StorePlanner:
             table: Its block ids, for each group; None: vLLM has none any more.
             scheduled: Tokens of it that the step computes.
         """
-        # State is at most where the step begins, copied before it, or where it ends. vLLM 0.31
-        # offers a boundary again when the state has gone on.
+        # State is where the step begins, copied before it, or where it ends, or at a checkpoint
+        # between. vLLM 0.31 offers a boundary once more when the state has gone on.
         begin = context.source.num_computed_tokens
         computed = begin + scheduled
-        wanted = [
-            offer
-            for offer in offers
-            if offer[2] in (begin, computed) and offer[2] <= context.store_end_tokens
-        ]
+        end = min(computed, context.store_end_tokens)
+        wanted = [offer for offer in offers if begin <= offer[2] <= end]
         if table is None or not wanted:
             return None
         hashes = context.source.block_hashes

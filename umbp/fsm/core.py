@@ -219,10 +219,22 @@ class Core:
         if span is None:
             return None
         decline = self.decline(span)
+        if decline == "declined_pin_limit":
+            # As much of it as may be pinned: the span only grows while it is put off.
+            shorter = self._within_pin_limit(span)
+            if shorter is not None:
+                return shorter
         if decline is not None:
             self.counters.count(decline)
             return None
         return span
+
+    def _within_pin_limit(self, span: tuple[int, int]) -> tuple[int, int] | None:
+        begin, end = span
+        room = self.limits.pinned_blocks_max - self.pinned_blocks
+        units = math.floor(room / self.limits.blocks_per_unit)
+        end = min(end, begin + units * self.limits.unit_tokens)
+        return (begin, end) if end > begin else None
 
     # ------------------------------------------------------------ for the effects
 

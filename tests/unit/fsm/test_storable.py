@@ -4,7 +4,7 @@
 import pytest
 
 from umbp.errors import UsageError
-from umbp.fsm import LeaseState, LookupSkipped, RequestState
+from umbp.fsm import LeaseState, LookupSkipped, RankStalled, RequestState
 
 from .driver import PROMPT, UNIT, Driver, snapshot
 
@@ -116,13 +116,27 @@ def test_a_store_that_would_be_declined_is_refused_and_not_counted(make, counter
     assert snapshot(driver.core) == before
 
 
-@pytest.mark.parametrize("blocks", [3, 4])
-def test_stores_may_pin_just_as_many_blocks_as_the_limit(blocks: int) -> None:
+@pytest.mark.parametrize("blocks", [2, 3, 4, 10])
+def test_stores_pin_as_many_blocks_as_the_limit_and_the_rest_comes_later(blocks: int) -> None:
     driver = Driver(pinned_blocks_max=4)
     driver.bring(RequestState.RUNNING, "b")
     driver.run()
-    span = driver.core.storable(driver.request(), blocks * UNIT)
-    assert span == ((0, 3 * UNIT) if blocks == 3 else None)
+    end = min(blocks, 3) * UNIT
+    assert driver.core.storable(driver.request(), blocks * UNIT) == (0, end)
+    store = driver.send(driver.fill(0, end))
+    if blocks > 2:
+        assert driver.core.storable(driver.request(), 10 * UNIT) is None
+    driver.succeed(store)
+    assert driver.core.storable(driver.request(), 10 * UNIT) == (end, end + 3 * UNIT)
+
+
+def test_a_stalled_load_may_leave_nothing_to_pin() -> None:
+    driver = Driver(pinned_blocks_max=3)
+    load = driver.bring(RequestState.LOADING, "b")
+    driver.give(RankStalled(load.job_id, 0))
+    driver.run()
+    assert driver.core.pinned_blocks == 4
+    assert driver.core.storable(driver.request(), UNIT) is None
 
 
 def test_just_as_many_transfers_may_be_open_as_the_limit() -> None:
