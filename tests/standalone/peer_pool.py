@@ -1,24 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """What tests do in a peer: a pool of the standalone backend with KV memory, and a lookup client."""
 
-import os
+import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 
 from umbp.backends.base import (
     JobResult,
+    KVMemory,
     LookupAnswer,
     LookupPart,
     LookupQuestion,
+    MemoryRegion,
+    ObjectLayout,
     SchedulerSite,
     TransferJob,
     TransferOutcome,
     TransferPart,
     WorkerSite,
 )
+from umbp.backends.mori_client import shared_names
+from umbp.backends.mori_link import PREPARE_INTERVAL_S
 from umbp.backends.mori_lookup import LookupStats, MoriLookup
 from umbp.backends.standalone import StandaloneBackend, StandalonePool
 from umbp.backends.standalone_options import StandaloneOptions
@@ -154,6 +160,46 @@ def until_done(kind: str, names: Mapping[str, int]) -> float:
     return time.monotonic() - begun_s
 
 
+def lose_registrations() -> None:
+    """Has the server forget this process's memory, and lets enough time pass to notice."""
+    linked = pool()._link.client()
+    linked.client._client().deregister_memory(kv().memory.regions[0].address)
+    pool()._link._prepared_s -= PREPARE_INTERVAL_S
+
+
+def slow_get(names: Mapping[str, int], takes_s: float) -> tuple[int, ...]:
+    """Loads with a server that takes its time, and returns which objects failed."""
+    client = pool()._link.client().client
+    native = client._native
+
+    class Slow:
+        def batch_get_ranges_into_ptr(self, *arguments: Any) -> Any:
+            time.sleep(takes_s)
+            return native.batch_get_ranges_into_ptr(*arguments)
+
+    client._native = Slow()
+    try:
+        blocks = np.array(list(names.values()), dtype=np.int64)
+        moved = client.load(shared_names(keys(names)), pool()._columns[0], blocks)
+    finally:
+        client._native = native
+    return moved.failed
+
+
+def opening_error_of_small_memory(options: Mapping[str, Any]) -> tuple[str, str, float]:
+    """Returns how registering memory from the C library's heap fails."""
+    begun_s = time.monotonic()
+    tensor = torch.zeros(4096, dtype=torch.int8)
+    region = MemoryRegion(tensor, tensor.data_ptr(), 4096, "cpu", None)
+    layout = ObjectLayout(0, 1, [region.address], [4096], [4096])
+    opened = StandaloneBackend.open_worker(StandaloneOptions(**options), site())
+    try:
+        opened.register(KVMemory((region,), (layout,)))
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - begun_s
+    raise AssertionError("the memory was registered")
+
+
 # ---------------------------------------------------------------- lookups
 
 
@@ -163,6 +209,7 @@ def lookup() -> MoriLookup:
 
 
 def open_lookup(options: Mapping[str, Any], *, timeout_ms: int = 10_000, ranks: int = 1) -> None:
+    logging.getLogger("umbp").addHandler(_Lines())
     STATE["lookup"] = StandaloneBackend.open_lookup(
         StandaloneOptions(**options), SchedulerSite(NAMESPACE, ranks, "test", timeout_ms)
     )
@@ -201,6 +248,16 @@ def until_found(names: Mapping[str, int]) -> float:
         assert time.monotonic() < begun_s + PATIENCE_S
         time.sleep(0.02)
     return time.monotonic() - begun_s
+
+
+class _Lines(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        STATE.setdefault("lines", []).append((record.name, record.getMessage()))
+
+
+def log_lines(logger: str) -> list[str]:
+    """Returns what was logged since a lookup was opened."""
+    return [line for name, line in STATE.get("lines", []) if name == logger]
 
 
 def lookup_stats() -> LookupStats:
@@ -252,7 +309,3 @@ def conform(check: Callable[..., None], folder: str) -> None:
     finally:
         for server in servers:
             server.end()
-
-
-def hip_environment() -> str | None:
-    return os.environ.get("UMBP_HIP_HOST_REMAP")

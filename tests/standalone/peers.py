@@ -107,6 +107,11 @@ def _serve(connection: Connection) -> None:
         connection.send(reply)
 
 
+def _state(task: Path) -> str:
+    """Returns a thread's state; the name before it may contain anything."""
+    return (task / "stat").read_text().rpartition(")")[2].split()[0]
+
+
 @attrs.define(eq=False)
 class Server:
     """A server that tests stop, kill and start again at one address."""
@@ -145,8 +150,12 @@ class Server:
         os.kill(self.process.process_id, number)
 
     def stop(self) -> None:
-        """Stops the server as SIGSTOP does."""
+        """Stops the server, and waits until each of its threads has: one may be late."""
         self.signal(signal.SIGSTOP)
+        assert self.process is not None
+        tasks = Path(f"/proc/{self.process.process_id}/task")
+        while any(_state(task) != "T" for task in tasks.iterdir()):
+            time.sleep(0.001)
 
     def go_on(self) -> None:
         self.signal(signal.SIGCONT)

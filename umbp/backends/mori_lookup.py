@@ -207,6 +207,8 @@ class MoriLookup:
         found: list[bool] = []
         for begin in range(0, len(names), NAMES_PER_CALL):
             self._breaker.begin()
+            with self._changed:
+                self._changed.notify_all()  # Who waits now waits no longer than the breaker.
             try:
                 linked = self._link.client()
                 batch = linked.client.contains(names[begin : begin + NAMES_PER_CALL])
