@@ -2,6 +2,7 @@
 """What tests do in a peer: a pool of the standalone backend with KV memory, and a lookup client."""
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from umbp.backends import mori_server
 from umbp.backends.base import (
     JobResult,
     KVMemory,
@@ -198,6 +200,12 @@ def opening_error_of_small_memory(options: Mapping[str, Any]) -> tuple[str, str,
     except Exception as error:
         return type(error).__name__, str(error), time.monotonic() - begun_s
     raise AssertionError("the memory was registered")
+
+
+def break_servers() -> None:
+    """Lets servers that this process starts lack the libraries that they need."""
+    os.environ["LD_LIBRARY_PATH"] = ""
+    mori_server.runtime_directories = list
 
 
 # ---------------------------------------------------------------- lookups

@@ -159,8 +159,14 @@ def refuse_listener(address: ServerAddress) -> None:
 
 
 def remove_sockets(address: ServerAddress) -> None:
-    """Removes the socket files of a server that has ended."""
+    """Removes the socket files of a server that has ended.
+
+    Raises:
+        ConfigError: Something else is there.
+    """
     for path in address.socket_files:
+        if path.exists() and not path.is_socket():
+            raise ConfigError(f"server socket {path} is another kind of file; move it away")
         path.unlink(missing_ok=True)
 
 
@@ -227,6 +233,7 @@ class ServerProcess:
             if self.wait(STOP_TIMEOUT_S) is None:
                 self._process.kill()
                 self._process.wait()
+        if self._address.listener() is None:
             remove_sockets(self._address)
 
 
