@@ -145,6 +145,8 @@ class SharedEpoch:
                     return
                 # Removed between our open and our lock: the next one is another file.
             finally:
+                # Closing alone would not do: ``mmap`` keeps a duplicate, which shares the lock.
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
                 os.close(descriptor)
 
     def _is_at_path(self, descriptor: int) -> bool:
