@@ -110,9 +110,8 @@ def test_a_reset_of_one_engine_reaches_the_other(pair: tuple[EngineProcess, Engi
 def test_a_stopped_server_costs_no_answer(
     pair: tuple[EngineProcess, EngineProcess], address: ServerAddress
 ) -> None:
-    first, second = pair
     tokens = prompt(205, seed=902)
-    cold = first.answer(tokens)
+    cold = pair[0].answer(tokens)
     server = address.listener()
     assert server
     os.kill(server, signal.SIGSTOP)

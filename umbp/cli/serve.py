@@ -61,6 +61,30 @@ def add_serve(commands: Any) -> None:
         help="for how long a load keeps its objects from eviction; give engines the same"
         " read_lease_ms (default: %(default)s)",
     )
+    _add_pool(standalone)
+    standalone.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warn", "error", "critical"),
+        help="log level of MORI (default: as MORI_UMBP_LOG_LEVEL says, else error)",
+    )
+    standalone.add_argument(
+        "--log-file",
+        metavar="FILE",
+        help="where the server logs; - for the terminal (default: beside the socket, ending in"
+        " .log)",
+    )
+    standalone.add_argument(
+        "--startup-timeout-ms",
+        type=_count,
+        default=_STARTUP_TIMEOUT_MS,
+        metavar="N",
+        help="how long the server may take to come up (default: %(default)s)",
+    )
+    standalone.set_defaults(run=_run_standalone)
+
+
+def _add_pool(standalone: argparse.ArgumentParser) -> None:
+    """Adds how the pool is made."""
     standalone.add_argument(
         "--high-watermark",
         type=float,
@@ -85,25 +109,6 @@ def add_serve(commands: Any) -> None:
     standalone.add_argument(
         "--prefault", action="store_true", help="touch all of the pool at start"
     )
-    standalone.add_argument(
-        "--log-level",
-        choices=("debug", "info", "warn", "error", "critical"),
-        help="log level of MORI (default: as MORI_UMBP_LOG_LEVEL says, else error)",
-    )
-    standalone.add_argument(
-        "--log-file",
-        metavar="FILE",
-        help="where the server logs; - for the terminal (default: beside the socket, ending in"
-        " .log)",
-    )
-    standalone.add_argument(
-        "--startup-timeout-ms",
-        type=_count,
-        default=_STARTUP_TIMEOUT_MS,
-        metavar="N",
-        help="how long the server may take to come up (default: %(default)s)",
-    )
-    standalone.set_defaults(run=_run_standalone)
 
 
 def _count(text: str) -> int:
