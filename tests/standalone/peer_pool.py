@@ -5,10 +5,12 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from peers import Server
 
 from umbp.backends import mori_server
 from umbp.backends.base import (
@@ -31,7 +33,8 @@ from umbp.backends.mori_lookup import LookupStats, MoriLookup
 from umbp.backends.standalone import StandaloneBackend, StandalonePool
 from umbp.backends.standalone_options import StandaloneOptions
 from umbp.keys import KeySpace
-from umbp.testing.conformance import PoolCase
+from umbp.testing.conformance import CHECKS, Harness, PoolCase
+from umbp.testing.conformance_room import check_eviction_under_load
 from umbp.testing.kv_memory import GroupShape, HostKVMemory, KVShape, make_kv_memory
 
 PATIENCE_S = 60.0
@@ -282,38 +285,44 @@ def close_lookup() -> float:
 
 
 def conform(check: Callable[..., None], folder: str) -> None:
-    """Runs a check of the conformance suite; each pool of it gets a server of its own."""
-    from pathlib import Path
-
-    from peers import Server
-
+    """Runs a check of the conformance suite. Each pool of a rank 0 gets a server of its own."""
     servers: list[Server] = []
+    # What is leased cannot be evicted, and a tiny pool would soon have nothing else. So the lease is
+    # one that any load outlives, and the client is not told: in these checks nothing evicts while a
+    # load runs, but for the one where that is the point.
+    lease_ms, told_ms = (500, 500) if check is check_eviction_under_load else (1, 60_000)
 
-    def make(case: PoolCase) -> StandalonePool:
-        server = Server(
-            Path(folder) / str(len(servers)),
-            {
+    def open_pool(case: PoolCase) -> StandalonePool:
+        if case.site.rank == 0:
+            settings = {
                 "capacity_bytes": case.capacity_bytes,
                 "page_size_bytes": 512,
                 "high_watermark": 0.85,
                 "low_watermark": 0.8,
-                # What was loaded last cannot be evicted, so a short lease lets a tiny pool go on.
-                # The checks move one job at a time wherever the pool evicts.
-                "read_lease_ms": 1,
-            },
-        )
-        servers.append(server)
-        server.start()
+                "read_lease_ms": lease_ms,
+            }
+            servers.append(Server(Path(folder) / str(len(servers)), settings))
+            servers[-1].start()
         options = StandaloneOptions(
             queue_limit=case.queue_limit,
             transfer_threads=case.transfer_threads,
-            read_lease_ms=60_000,
-            **server.options,
+            read_lease_ms=told_ms,
+            **servers[-1].options,
         )
         return StandaloneBackend.open_worker(options, case.site)
 
+    def open_lookup_client(where: SchedulerSite) -> MoriLookup:
+        return StandaloneBackend.open_lookup(StandaloneOptions(**servers[-1].options), where)
+
+    def kill() -> None:
+        servers[-1].kill()
+
+    def restart() -> None:
+        servers[-1].start()
+
+    harness = Harness(open_pool, open_lookup_client, kill, restart)
     try:
-        check(make, PATIENCE_S)
+        check(open_pool if check in CHECKS else harness, PATIENCE_S)
     finally:
         for server in servers:
             server.end()

@@ -51,7 +51,8 @@ class ServerAddress:
         gRPC keeps one connection per spelling in a process, and after failures waits, for up to two
         minutes, before it tries that one again. Another spelling is tried at once.
         """
-        return f"{SCHEME}{self.path.parent}{'/.' * (number % _SPELLINGS)}/{self.path.name}"
+        directory = str(self.path.parent).rstrip("/")
+        return f"{SCHEME}{directory}{'/.' * (number % _SPELLINGS)}/{self.path.name}"
 
     def beside(self, suffix: str) -> Path:
         """Returns a path beside the socket, such as ``server.epoch`` for ``.epoch``."""
