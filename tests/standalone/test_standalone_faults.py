@@ -192,6 +192,13 @@ def test_an_engine_does_not_start_on_a_stopped_server(peer: Peer, server: Server
     assert "\n" not in message
 
 
+def test_a_read_lease_longer_than_the_server_s_is_refused(peer: Peer, server: Server) -> None:
+    kind, message, _ = peer.run(peer_pool.opening_error, {**server.options, "read_lease_ms": 501})
+    assert kind == "ConfigError"
+    assert "option read_lease_ms is 501, but the server" in message
+    assert "protects what is read for 500 ms" in message
+
+
 def test_memory_of_the_heap_is_refused(peer: Peer, server: Server) -> None:
     kind, message, _ = peer.run(peer_pool.opening_error_of_small_memory, server.options)
     assert kind == "BackendError"

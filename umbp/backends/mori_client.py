@@ -41,7 +41,7 @@ from umbp.backends.mori_columns import GroupColumns
 from umbp.backends.mori_library import MoriLibrary
 from umbp.backends.mori_pages import PoolPlan
 from umbp.backends.shared_lock import SharedLock
-from umbp.errors import BackendError
+from umbp.errors import BackendError, BackendUnavailable
 
 RANGES_PER_CALL: Final = 8192
 """Most ranges in one native call. The interpreter's lock is held while the lists are built and
@@ -144,6 +144,7 @@ class MoriClient:
         clock: Seconds, monotonic.
 
     Raises:
+        BackendUnavailable: The server of a shared pool does not answer.
         BackendError: MORI could not construct the client.
     """
 
@@ -164,12 +165,14 @@ class MoriClient:
         try:
             self._native: Any = library.client_type(config)
         except RuntimeError as error:
-            what = f"a pool of {config.dram.capacity_bytes} bytes"
             if read_lease_ms is not None:
-                what = f"a client of {config.standalone_process.address}"
+                raise BackendUnavailable(
+                    f"the server at {config.standalone_process.address} does not answer "
+                    f"({error}): if it is stopped, let it go on, or end it and start it anew"
+                ) from error
             raise BackendError(
-                f"MORI {library.version} could not open {what} ({error}); it logs the reason to "
-                "standard output"
+                f"MORI {library.version} could not open a pool of {config.dram.capacity_bytes} "
+                f"bytes ({error}); it logs the reason to standard output"
             ) from error
         if read_lease_ms is not None:
             _never_destroy(self._native)

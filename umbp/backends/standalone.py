@@ -39,7 +39,12 @@ from umbp.backends.mori_jobs import move_job
 from umbp.backends.mori_library import MoriLibrary, hip_device_count, load_mori
 from umbp.backends.mori_link import LinkedClient, MoriLink
 from umbp.backends.mori_lookup import MoriLookup
-from umbp.backends.mori_server import ServerSettings, ensure_started, wait_until_listening
+from umbp.backends.mori_server import (
+    ServerSettings,
+    ensure_started,
+    server_read_lease_ms,
+    wait_until_listening,
+)
 from umbp.backends.server_address import ServerAddress
 from umbp.backends.server_probe import prove_server_transfers
 from umbp.backends.shared_epoch import SharedEpoch
@@ -142,11 +147,16 @@ class StandalonePool:
         self._link.close()
 
     def _connect(self, address: str) -> MoriClient:
+        # A server that was started anew may have another lease.
+        lease_ms = min(
+            self._options.read_lease_ms,
+            server_read_lease_ms(self._address) or self._options.read_lease_ms,
+        )
         return MoriClient(
             self._library,
             server_config(self._library, address, timeout_ms=self._connect_timeout_ms),
             put_retries=self._options.put_retries,
-            read_lease_ms=self._options.read_lease_ms,
+            read_lease_ms=lease_ms,
         )
 
     def _share(self, client: MoriClient) -> None:
@@ -291,4 +301,11 @@ def _find_server(options: StandaloneOptions) -> ServerAddress:
         )
     wait_until_listening(address, give_up_s)
     address.require_private()
+    lease_ms = server_read_lease_ms(address)
+    if lease_ms is not None and lease_ms < options.read_lease_ms:
+        raise ConfigError(
+            f"option read_lease_ms is {options.read_lease_ms}, but the server at {address} "
+            f"protects what is read for {lease_ms} ms; set it to at most that, or start the server "
+            "with more"
+        )
     return address

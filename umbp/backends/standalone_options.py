@@ -1,17 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options of the ``standalone`` backend."""
 
-from typing import Final
-
 import attrs
 
 from umbp.backends.mori_library import LOG_LEVELS
+from umbp.backends.mori_server import DEFAULT_READ_LEASE_MS
 from umbp.backends.server_address import ServerAddress, parse_address
 from umbp.errors import ConfigError
 from umbp.options import option
-
-DEFAULT_READ_LEASE_MS: Final = 500
-"""MORI's own. Source: MORI 1.2.4, the default of UMBP_DRAM_READ_LEASE_MS."""
 
 
 @attrs.frozen(kw_only=True)
