@@ -174,6 +174,14 @@ def test_a_process_ends_while_the_server_is_stopped(peer: Peer, server: Server) 
     assert peer.end() < AT_ONCE_S
 
 
+def test_an_idle_pool_is_closed_while_the_server_is_stopped(peer: Peer, server: Server) -> None:
+    """MORI's destructor would wait for the server, and hold the interpreter's lock meanwhile."""
+    peer.run(peer_pool.open_pool, server.options)
+    server.stop()
+    assert peer.run(peer_pool.close_pool, 30.0) < AT_ONCE_S
+    assert peer.end() < AT_ONCE_S
+
+
 def test_an_engine_does_not_start_without_a_server(peer: Peer, server: Server) -> None:
     server.kill()
     options = {**server.options, "startup_timeout_ms": 200}
