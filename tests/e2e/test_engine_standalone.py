@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, Final
 
+import attrs
 import pytest
 from engine import Engine, EngineSettings, full_blocks, prompt
 from engine_process import EngineProcess, Engines
@@ -21,6 +22,14 @@ CAPACITY_BYTES: Final = 64 << 20
 SHARING: Final = {"UMBP_HIP_HOST_DEVICES": "1", "UMBP_HIP_HOST_REMAP": "1"}
 """Lets the stand-in HIP runtime pass KV memory for a device's."""
 
+_HYBRID: Final[dict[str, Any]] = {
+    "block_size": None,
+    "dtype": "bfloat16",
+    "mamba_cache_mode": "align",
+    "prefix_match_unit": 16,
+    "max_model_len": 2048,
+    "max_num_batched_tokens": 2048,
+}
 _M_MMAP_THRESHOLD: Final = -3
 _MMAP_BYTES: Final = 128 * 1024
 _TIMEOUT_MS: Final = 500
@@ -92,6 +101,22 @@ def test_what_one_engine_stores_another_restores(
     assert restored.external_tokens == local.local_tokens == full_blocks(205)
     assert cold.tokens == local.tokens == restored.tokens
     assert second.unrest() == []
+
+
+def test_a_hybrid_model_s_state_is_shared_too(
+    engines: Engines, address: ServerAddress, pair: tuple[EngineProcess, EngineProcess]
+) -> None:
+    chosen = attrs.evolve(settings(address, "qwen_next"), arguments=_HYBRID)
+    first, second = start(engines, chosen), start(engines, chosen)
+    tokens = prompt(1281, seed=904)
+    cold = first.answer(tokens)
+    local = first.answer(tokens)
+    restored = second.answer(tokens)
+    first.close()
+    second.close()
+    assert (cold.external_tokens, restored.local_tokens) == (0, 0)
+    assert restored.external_tokens == local.local_tokens == 1280
+    assert cold.tokens == local.tokens == restored.tokens
 
 
 def test_a_reset_of_one_engine_reaches_the_other(pair: tuple[EngineProcess, EngineProcess]) -> None:
