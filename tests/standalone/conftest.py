@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import peer_pool
 import pytest
 from peers import Peer, Server, start_fork_server
 
@@ -28,6 +29,13 @@ def fork_server() -> None:
     if importlib.util.find_spec("mori") is None and os.environ.get("UMBP_REQUIRE_MORI") != "1":
         pytest.skip("MORI is not installed")
     start_fork_server()
+    peer = Peer()
+    problem = peer.run(peer_pool.mori_problem)
+    peer.kill()
+    if problem is not None and os.environ.get("UMBP_REQUIRE_MORI") == "1":
+        pytest.fail(f"UMBP_REQUIRE_MORI is 1, but {problem}", pytrace=False)
+    if problem is not None:
+        pytest.skip(problem)
 
 
 @pytest.fixture

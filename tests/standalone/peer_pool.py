@@ -32,6 +32,7 @@ from umbp.backends.mori_link import PREPARE_INTERVAL_S
 from umbp.backends.mori_lookup import LookupStats, MoriLookup
 from umbp.backends.standalone import StandaloneBackend, StandalonePool
 from umbp.backends.standalone_options import StandaloneOptions
+from umbp.errors import BackendUnavailable
 from umbp.keys import KeySpace
 from umbp.testing.conformance import CHECKS, Harness, PoolCase
 from umbp.testing.conformance_room import check_eviction_under_load
@@ -58,6 +59,15 @@ def site(transfer_timeout_ms: int = int(PATIENCE_S * 1000)) -> WorkerSite:
         instance="test",
         transfer_timeout_ms=transfer_timeout_ms,
     )
+
+
+def mori_problem() -> str | None:
+    """Says why MORI cannot be loaded."""
+    try:
+        StandaloneBackend.check_available()
+    except BackendUnavailable as error:
+        return str(error)
+    return None
 
 
 def pool() -> StandalonePool:

@@ -45,7 +45,7 @@ class ConnectorOptions:
         30_000,
         help="A transfer that has not ended by then is cancelled; its blocks stay held until it "
         "has. A native call that runs for longer stops the engine, because its memory can no "
-        "longer be called safe.",
+        "longer be called safe; one that waits for a server does not, and its request is computed.",
         unit="ms",
         minimum=1,
     )
