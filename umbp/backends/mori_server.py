@@ -131,7 +131,12 @@ def claimed(address: ServerAddress, give_up_s: float) -> Iterator[None]:
     """
     address.make_private()
     path = address.beside(".lock")
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(
+            f"server lock {path} cannot be opened: {error.strerror}; remove it"
+        ) from error
     try:
         while not _try_lock(descriptor):
             if time.monotonic() >= give_up_s:

@@ -14,6 +14,7 @@ The server is another process, so it may be stopped or die while it has KV memor
 * A get that outlives the server's read lease may bring other objects' bytes and counts as failed.
 """
 
+import contextlib
 import logging
 import time
 from collections.abc import Sequence
@@ -171,11 +172,13 @@ class StandalonePool:
         """Executes one job, on a thread of the runner."""
         try:
             linked = self._link.client()
-            result = self._move(linked, kind, job)
-            if len(result.failed_keys) == job.object_count and self._link.doubt(linked):
-                result = self._move(self._link.client(), kind, job)
         except BackendUnavailable as error:
             return JobResult(job.job_id, TransferOutcome.NOT_ATTEMPTED, reason=str(error))
+        result = self._move(linked, kind, job)
+        if len(result.failed_keys) == job.object_count and self._link.doubt(linked):
+            # What was tried once may have moved bytes, so it stands when there is no second time.
+            with contextlib.suppress(BackendUnavailable):
+                result = self._move(self._link.client(), kind, job)
         return result
 
     def _move(self, linked: LinkedClient, kind: TransferKind, job: TransferJob) -> JobResult:
