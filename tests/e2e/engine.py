@@ -72,7 +72,7 @@ class EngineSettings:
     Attributes:
         model: Name of a model in ``tiny_models``.
         backend: Name of the backend; None for an engine without a connector.
-        options: Further ``kv_connector_extra_config``.
+        options: Further ``kv_connector_extra_config``; None takes an option out.
         arguments: Further arguments of vLLM's engine.
         transfer: Further fields of vLLM's ``KVTransferConfig``.
         in_process: Whether the scheduler runs in the process that asks.
@@ -100,6 +100,7 @@ class EngineSettings:
             "lookup_timeout_ms": 10_000,  # the machine may be busy
             **self.options,
         }
+        extra = {name: value for name, value in extra.items() if value is not None}
         return {
             "kv_connector": "UMBPStoreConnector",
             "kv_connector_module_path": "umbp.connector",

@@ -144,10 +144,14 @@ class Engines:
 
     Args:
         folder: For models and logs.
+
+    Attributes:
+        models: Folder of the models.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self.models = folder / "models"
         self._kept: OrderedDict[str, EngineProcess] = OrderedDict()
         self._others: list[EngineProcess] = []
         _start_fork_server()
@@ -168,7 +172,7 @@ class Engines:
         """
         process = self.process()
         options = {"lookup_instance": f"engine-{len(self._others)}", **settings.options}
-        process.start(attrs.evolve(settings, options=options), self._folder / "models")
+        process.start(attrs.evolve(settings, options=options), self.models)
         return process
 
     def shared(self, settings: EngineSettings) -> EngineProcess:

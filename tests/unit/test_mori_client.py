@@ -121,7 +121,7 @@ def new_config() -> types.SimpleNamespace:
     return types.SimpleNamespace(dram=types.SimpleNamespace(), ssd=types.SimpleNamespace())
 
 
-LIBRARY = MoriLibrary("1.2.4", FakeMori, new_config, "CPU", "GPU")
+LIBRARY = MoriLibrary("1.2.4", FakeMori, new_config, types.SimpleNamespace, "CPU", "GPU")
 PLAN = PoolPlan(page_bytes=1024, page_count=100, high_pages=90, low_pages=80)
 
 
@@ -390,3 +390,86 @@ def test_device_memory_without_a_device_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(mori_probe, "hip_device_count", lambda: 0)
     with pytest.raises(BackendUnavailable, match="on a cuda device, but the HIP runtime"):
         mori_probe.prove_transfers(LIBRARY, region("cuda"))
+
+
+# ---------------------------------------------------------------- shared pools
+
+
+class LeasedRig:
+    """A client of a shared pool whose gets take a set time."""
+
+    def __init__(self, get_takes_s: float = 0.0, blocks: int = BLOCKS) -> None:
+        self.now_s = 0.0
+        self.get_takes_s = get_takes_s
+        config = pool_config(LIBRARY, PLAN, PoolBacking())
+        self.client = MoriClient(
+            LIBRARY, config, put_retries=1, read_lease_ms=500, clock=lambda: self.now_s
+        )
+        self.mori: FakeMori = self.client._native
+        self.memory = np.zeros((RANGES, blocks, RANGE_BYTES), dtype=np.uint8)
+        get = self.mori.batch_get_ranges_into_ptr
+
+        def slow_get(*arguments: Any) -> list[bool]:
+            self.now_s += self.get_takes_s
+            return get(*arguments)
+
+        self.mori.batch_get_ranges_into_ptr = slow_get  # type: ignore[method-assign]
+
+    def store(self, block_ids: Sequence[int]) -> Moved:
+        return self.client.store(
+            names(block_ids), columns(self.memory), ids(block_ids), objects_per_put=100
+        )
+
+    def load(self, block_ids: Sequence[int]) -> Moved:
+        return self.client.load(names(block_ids), columns(self.memory), ids(block_ids))
+
+
+@pytest.mark.parametrize(("get_takes_s", "failed"), [(0.499, ()), (0.5, (0, 1))])
+def test_a_get_that_takes_as_long_as_the_lease_has_failed(
+    get_takes_s: float, failed: tuple[int, ...]
+) -> None:
+    rig = LeasedRig(get_takes_s)
+    assert rig.store([0, 1]) == Moved(2, ())
+    assert rig.load([0, 1]).failed == failed
+
+
+def test_a_leased_get_is_cut_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mori_client, "LEASED_BYTES_PER_GET", 2 * OBJECT_BYTES + 1)
+    rig = LeasedRig()
+    rig.store(range(5))
+    assert rig.load(range(5)) == Moved(5, ())
+    assert [len(get) for get in rig.mori.gets] == [2, 2, 1]
+
+
+def test_what_another_process_has_stored_meanwhile_is_stored() -> None:
+    rig = LeasedRig()
+    (theirs, ours) = names([0, 1])
+    rig.mori.refusals = {theirs: 2, ours: 1}
+    put = rig.mori._put
+
+    def put_beside_another(names: Any, *columns: Any) -> list[bool]:
+        answers = put(names, *columns)
+        rig.mori.objects[theirs] = b"theirs"
+        return answers
+
+    rig.mori._put = put_beside_another  # type: ignore[method-assign]
+    assert rig.store([0, 1]).failed == ()
+    assert rig.mori.puts == [[theirs, ours], [ours]]
+
+
+def test_a_client_of_a_server_is_never_destroyed() -> None:
+    rig = LeasedRig()
+    native = weakref.ref(rig.mori)
+    rig.client.close()
+    del rig
+    gc.collect()
+    assert native() is not None
+
+
+def test_memory_is_shared_as_a_device_s() -> None:
+    rig = LeasedRig()
+    tensor = rig.memory
+    for size_bytes in (tensor.nbytes, 0):
+        region = MemoryRegion(tensor, tensor.ctypes.data, size_bytes, "cpu", None)
+        assert rig.client.share(region) == (size_bytes > 0)
+    assert rig.mori.registered[0][2:] == ("GPU", 0)

@@ -20,9 +20,12 @@ GOOD_CPP = """
 class MemoryLocationType:
     CPU, GPU = "cpu", "gpu"
 """
-GOOD_UMBP = "class UMBPConfig: pass\nclass UMBPClient:\n" + "".join(
-    f"    def {name}(self): pass\n" for name in CALLS
-)
+GOOD_UMBP = """
+class UMBPConfig: pass
+class UMBPStandaloneProcessConfig: pass
+class UMBPClient:
+"""
+GOOD_UMBP += "".join(f"    def {name}(self): pass\n" for name in CALLS)
 
 
 @pytest.fixture

@@ -376,7 +376,7 @@ class EpochSource(Protocol):
     def current(self) -> int:
         """Returns the present epoch: at least 0, below 2**63, and none that was left before.
 
-        Asked for in every step, so without system calls.
+        Asked for in every step, so it takes microseconds.
         """
 
     def advance(self) -> int:

@@ -25,17 +25,24 @@ from umbp.backends.base import (
     KVMemory,
     PoolStats,
     TransferJob,
-    TransferOutcome,
+    TransferPart,
     WorkerSite,
 )
 from umbp.backends.job_runner import JobRunner, TransferKind
-from umbp.backends.mori_client import MoriClient, PoolBacking, object_names, pool_config
+from umbp.backends.mori_client import (
+    MoriClient,
+    Moved,
+    PoolBacking,
+    object_names,
+    pool_config,
+)
 from umbp.backends.mori_columns import GroupColumns, group_columns
+from umbp.backends.mori_jobs import move_job
 from umbp.backends.mori_library import LOG_LEVELS, MoriLibrary, load_mori
 from umbp.backends.mori_pages import PoolPlan, plan_pool
 from umbp.backends.mori_probe import prove_transfers
 from umbp.backends.pool_options import PoolOptions
-from umbp.errors import BackendError, ConfigError, UsageError
+from umbp.errors import BackendError, ConfigError
 from umbp.options import option
 
 logger = logging.getLogger(__name__)
@@ -247,36 +254,19 @@ class EmbeddedPool:
     def _run(self, kind: TransferKind, job: TransferJob) -> JobResult:
         """Executes one job, on a thread of the runner."""
         opened = self._require_open()
-        for part in job.parts:
-            if part.group_index not in opened.columns:
-                raise UsageError(f"group {part.group_index} has no layout")
-            opened.columns[part.group_index].check(part)
-        bytes_moved = 0
-        failed_keys: list[bytes] = []
-        for part in job.parts:
-            columns = opened.columns[part.group_index]
+
+        def move(part: TransferPart, columns: GroupColumns) -> Moved:
             names = object_names(part.keys, columns.object_bytes)
             if kind is TransferKind.LOAD:
-                moved = opened.client.load(names, columns, part.block_ids)
-            else:
-                moved = opened.client.store(
-                    names,
-                    columns,
-                    part.block_ids,
-                    objects_per_put=opened.plan.objects_per_put(columns.object_bytes),
-                )
-            bytes_moved += moved.object_count * columns.object_bytes
-            failed_keys.extend(part.keys[index] for index in moved.failed)
-        if not failed_keys:
-            return JobResult(job.job_id, TransferOutcome.DONE, bytes_moved)
-        problem = "are missing" if kind is TransferKind.LOAD else "found no room"
-        return JobResult(
-            job.job_id,
-            TransferOutcome.FAILED,
-            bytes_moved,
-            tuple(failed_keys),
-            f"{len(failed_keys)} of {job.object_count} objects {problem}",
-        )
+                return opened.client.load(names, columns, part.block_ids)
+            return opened.client.store(
+                names,
+                columns,
+                part.block_ids,
+                objects_per_put=opened.plan.objects_per_put(columns.object_bytes),
+            )
+
+        return move_job(kind, job, opened.columns, move)
 
 
 class EmbeddedBackend:

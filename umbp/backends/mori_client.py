@@ -6,24 +6,32 @@ What MORI 1.2.4 does, found by running its wheel, and what this module does abou
 * ``clear()`` on a client without a master makes every later put fail, for ever. It is never called;
   a reset is a new epoch in the keys, and old objects age out.
 * A put of an existing key answers True and changes nothing, even when the size differs, and a
-  ranged get reads any part of an object. The size is part of the name, so objects of another size
-  are never met.
+  ranged get reads any part of an object. In a pool of this process the size is part of the name, so
+  objects of another size are never met. In a shared pool the scheduler must know the names, and it
+  does not know sizes; there the namespace and the group in the key imply the size.
 * A put never evicts to make room for itself. Puts are cut to the room that the watermarks keep free
   (``umbp.backends.mori_pages``), and what fails is tried again.
 * A put of a key that another thread is writing answers False, and so does the second of two equal
   keys in a call. Puts go one call at a time, and only for keys that do not exist.
 * A get protects its objects from eviction for a fixed time, ``UMBP_DRAM_READ_LEASE_MS``. A get that
   takes longer while puts evict answers True with the bytes of other objects. A pool of this process
-  evicts only inside its own puts, so a put waits until no get runs, and gets wait for it.
+  evicts only inside its own puts, so a put waits until no get runs, and gets wait for it. In a
+  shared pool other processes evict at any time: gets are small, and one that took as long as the
+  lease has failed, whatever it answered.
+* A put of a key that another process is writing answers False. What is refused is looked up again.
+* The destructor of a client asks a shared pool's server for leave, with no deadline and while it
+  holds the interpreter's lock. Such a client is abandoned and never destroyed (about 12 KiB).
 * A process that was forked from one with a client hangs at its exit, in the client's destructor.
   In a child, clients are abandoned: unusable, and never destroyed.
 * Calls have no deadline. Whoever calls does it on a thread that something watches.
 """
 
+import contextlib
 import ctypes
 import os
+import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import attrs
@@ -33,11 +41,14 @@ from umbp.backends.mori_columns import GroupColumns
 from umbp.backends.mori_library import MoriLibrary
 from umbp.backends.mori_pages import PoolPlan
 from umbp.backends.shared_lock import SharedLock
-from umbp.errors import BackendError
+from umbp.errors import BackendError, BackendUnavailable
 
 RANGES_PER_CALL: Final = 8192
 """Most ranges in one native call. The interpreter's lock is held while the lists are built and
 read: about 1 ms for as many, during which vLLM's own thread waits."""
+
+LEASED_BYTES_PER_GET: Final = 32 << 20
+"""Most bytes in one get under a read lease: about 10 ms of copying."""
 
 
 @attrs.frozen
@@ -57,6 +68,11 @@ def object_names(keys: Sequence[bytes], object_bytes: int) -> list[str]:
     """Names objects for MORI, which takes text: the key in hexadecimal, and the size."""
     suffix = f".{object_bytes}"
     return [key.hex() + suffix for key in keys]
+
+
+def shared_names(keys: Sequence[bytes]) -> list[str]:
+    """Names objects of a shared pool: the key in hexadecimal."""
+    return [key.hex() for key in keys]
 
 
 @attrs.frozen(kw_only=True)
@@ -96,6 +112,26 @@ def pool_config(library: MoriLibrary, plan: PoolPlan, backing: PoolBacking) -> A
     return config
 
 
+def server_config(library: MoriLibrary, address: str, *, timeout_ms: int) -> Any:
+    """Makes the ``UMBPConfig`` of a client of a standalone server; it owns no pool.
+
+    Args:
+        library: MORI.
+        address: ``unix://`` and an absolute path.
+        timeout_ms: How long the constructor tries to reach the server.
+    """
+    config = library.config_type()
+    config.ssd.enabled = False
+    # Not used, and refused when it is 0.
+    config.dram.capacity_bytes = 1 << 20
+    server = library.server_config_type()
+    server.address = address
+    server.auto_start = False
+    server.startup_timeout_ms = timeout_ms
+    config.standalone_process = server
+    return config
+
+
 class MoriClient:
     """One ``UMBPClient``. Thread-safe.
 
@@ -103,22 +139,43 @@ class MoriClient:
         library: MORI.
         config: A ``UMBPConfig``.
         put_retries: How often a put that failed is tried again.
+        read_lease_ms: For how long a get of a shared pool protects its objects; None where only
+            this client's puts evict.
+        clock: Seconds, monotonic.
 
     Raises:
+        BackendUnavailable: The server of a shared pool does not answer.
         BackendError: MORI could not construct the client.
     """
 
-    def __init__(self, library: MoriLibrary, config: Any, *, put_retries: int) -> None:
+    def __init__(
+        self,
+        library: MoriLibrary,
+        config: Any,
+        *,
+        put_retries: int,
+        read_lease_ms: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._library = library
         self._put_retries = put_retries
+        self._read_lease_s = None if read_lease_ms is None else read_lease_ms / 1000
+        self._clock = clock
         self._turns = SharedLock()
         try:
             self._native: Any = library.client_type(config)
         except RuntimeError as error:
+            if read_lease_ms is not None:
+                raise BackendUnavailable(
+                    f"the server at {config.standalone_process.address} does not answer "
+                    f"({error}): if it is stopped, let it go on, or end it and start it anew"
+                ) from error
             raise BackendError(
                 f"MORI {library.version} could not open a pool of {config.dram.capacity_bytes} "
                 f"bytes ({error}); it logs the reason to standard output"
             ) from error
+        if read_lease_ms is not None:
+            _never_destroy(self._native)
         _live_clients.add(self)
 
     def register(self, region: MemoryRegion) -> None:
@@ -140,6 +197,22 @@ class MoriClient:
             raise BackendError(
                 f"MORI refused to register {region.size_bytes} bytes of {region.device_type} memory"
             )
+
+    def share(self, region: MemoryRegion) -> bool:
+        """Gives a server access to memory, by HIP's handles. Blocks while the server is stopped.
+
+        Returns:
+            Whether it was done. MORI logs why not: the memory is not a device's, or no server is
+            there.
+        """
+        return bool(
+            self._client().register_memory(
+                region.address,
+                region.size_bytes,
+                self._library.gpu_location,
+                region.device_index or 0,
+            )
+        )
 
     def contains(self, names: Sequence[str]) -> list[bool]:
         """Says which objects exist. Does not count as a use.
@@ -191,14 +264,12 @@ class MoriClient:
             block_ids: int64[objects].
         """
         step = _objects_per_call(columns)
+        if self._read_lease_s is not None:
+            step = min(step, max(1, LEASED_BYTES_PER_GET // columns.object_bytes))
         failed: list[int] = []
         for begin in range(0, len(names), step):
             batch = names[begin : begin + step]
-            pointers = columns.pointers(block_ids[begin : begin + step])
-            with self._turns.shared():
-                answers = self._client().batch_get_ranges_into_ptr(
-                    batch, pointers, columns.lengths(len(batch)), columns.offsets(len(batch))
-                )
+            answers = self._get(batch, columns, block_ids[begin : begin + step])
             indices = range(begin, begin + len(batch))
             failed.extend(_refused(indices, answers))
         return Moved(len(names) - len(failed), tuple(failed))
@@ -210,8 +281,23 @@ class MoriClient:
     def abandon(self) -> None:
         """Refuses further calls, and never runs the destructor, not even when Python ends."""
         native, self._native = self._native, None
-        # A list of abandoned clients would not do: Python empties modules when it ends.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(native))
+        _never_destroy(native)
+
+    def _get(
+        self, names: Sequence[str], columns: GroupColumns, block_ids: Int64Array
+    ) -> Sequence[bool]:
+        pointers = columns.pointers(block_ids)
+        columns_of_ranges = columns.lengths(len(names)), columns.offsets(len(names))
+        is_leased = self._read_lease_s is not None
+        with contextlib.nullcontext() if is_leased else self._turns.shared():
+            begun_s = self._clock()
+            answers: Sequence[bool] = self._client().batch_get_ranges_into_ptr(
+                names, pointers, *columns_of_ranges
+            )
+            elapsed_s = self._clock() - begun_s
+        if self._read_lease_s is not None and elapsed_s >= self._read_lease_s:
+            return [False] * len(names)
+        return answers
 
     def _put(
         self,
@@ -221,7 +307,9 @@ class MoriClient:
         indices: Sequence[int],
     ) -> Sequence[int]:
         """Puts some of the objects, and again what failed. Returns the indices that still fail."""
-        for _ in range(1 + self._put_retries):
+        for attempt in range(1 + self._put_retries):
+            if attempt and indices and self._read_lease_s is not None:
+                indices = self._absent(names, indices)
             if not indices:
                 break
             # At once: what a call did store may have evicted enough for the rest.
@@ -233,7 +321,13 @@ class MoriClient:
                 columns.offsets(len(indices)),
             )
             indices = _refused(indices, answers)
+        if indices and self._read_lease_s is not None:
+            indices = self._absent(names, indices)
         return indices
+
+    def _absent(self, names: Sequence[str], indices: Sequence[int]) -> Sequence[int]:
+        """Leaves out what another process has stored meanwhile."""
+        return _refused(indices, self.contains([names[index] for index in indices]))
 
     def _client(self) -> Any:
         # A local reference keeps the native client alive until the call on it has returned.
@@ -241,6 +335,11 @@ class MoriClient:
         if native is None:
             raise BackendError("the pool is closed")
         return native
+
+
+def _never_destroy(native: Any) -> None:
+    # A list of such clients would not do: Python empties modules when it ends.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(native))
 
 
 def _objects_per_call(columns: GroupColumns) -> int:

@@ -10,6 +10,7 @@ import ctypes
 import importlib
 import os
 import re
+from pathlib import Path
 from typing import Any, Final
 
 import attrs
@@ -29,6 +30,7 @@ _NEEDED_CALLS: Final = (
     "register_memory",
 )
 _SHARED_LIBRARY: Final = re.compile(r"lib[\w+.-]*\.so[\w.]*")
+_RUNTIME: Final = re.compile(r"lib(amdhip64|hsa-runtime64)\.so")
 _REASON_CHARS_MAX: Final = 300
 
 
@@ -40,6 +42,7 @@ class MoriLibrary:
         version: Version of MORI.
         client_type: ``UMBPClient``; its instances own or reach a pool.
         config_type: ``UMBPConfig``, what a client is made of.
+        server_config_type: ``UMBPStandaloneProcessConfig``, the part of it that names a server.
         cpu_location: Says that registered memory is the host's.
         gpu_location: Says that registered memory is a device's.
     """
@@ -47,6 +50,7 @@ class MoriLibrary:
     version: str
     client_type: Any
     config_type: Any
+    server_config_type: Any
     cpu_location: Any
     gpu_location: Any
 
@@ -86,9 +90,39 @@ def load_mori(
         version=version,
         client_type=client_type,
         config_type=umbp_module.UMBPConfig,
+        server_config_type=umbp_module.UMBPStandaloneProcessConfig,
         cpu_location=native.MemoryLocationType.CPU,
         gpu_location=native.MemoryLocationType.GPU,
     )
+
+
+def server_binary(name: str) -> Path:
+    """Returns the path of a program that comes with MORI, which must have been loaded.
+
+    Args:
+        name: ``"umbp_standalone_server"`` or ``"umbp_master"``.
+
+    Raises:
+        BackendUnavailable: MORI does not have it.
+    """
+    mori = importlib.import_module("mori")
+    path = Path(str(mori.__file__)).parent / name
+    if not os.access(path, os.X_OK):
+        raise BackendUnavailable(f"MORI has no program {path}: pip install '{_DISTRIBUTION}'")
+    return path
+
+
+def runtime_directories() -> list[str]:
+    """Returns where the HIP and HSA runtimes of this process lie, so that a server loads the same.
+
+    Where PyTorch brought them, a server would not find them by itself, or find others.
+    """
+    found: dict[str, None] = {}
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
+        path = line.partition("/")[2].strip()
+        if _RUNTIME.match(path.rpartition("/")[2]):
+            found["/" + path.rpartition("/")[0]] = None
+    return list(found)
 
 
 def hip_device_count() -> int | None:

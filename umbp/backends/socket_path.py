@@ -31,6 +31,7 @@ INSTANCE_OPTION: Final = "lookup_instance"
 PATH_BYTES_MAX: Final = 107
 """sockaddr_un has 108 bytes, and the last one is a zero. Source: unix(7)."""
 
+_DIRECTORY_ADVICE: Final = f"set {DIRECTORY_OPTION} to a directory in which umbp may create its own"
 _INSTANCE: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _NAMESPACE_DIGITS: Final = 16
 """Hex digits of the namespace in a file name, for people; the protocol compares all of it."""
@@ -78,20 +79,24 @@ def socket_path(
     return path
 
 
-def private_directory(path: Path) -> None:
+def private_directory(
+    path: Path, *, what: str = "lookup socket directory", advice: str = _DIRECTORY_ADVICE
+) -> None:
     """Makes sure that a directory is there, ours, writable, and closed to everyone else.
+
+    Args:
+        path: The directory; its parent must exist.
+        what: What a message calls it.
+        advice: What a message says to do.
 
     Raises:
         ConfigError: It cannot be made, or is not like that.
     """
-    advice = f"set {DIRECTORY_OPTION} to a directory in which umbp may create its own"
     try:
         path.mkdir(mode=0o700, exist_ok=True)
         found = path.lstat()
     except OSError as error:
-        raise ConfigError(
-            f"lookup socket directory {path} cannot be made: {error.strerror}; {advice}"
-        ) from error
+        raise ConfigError(f"{what} {path} cannot be made: {error.strerror}; {advice}") from error
     mode = stat.S_IMODE(found.st_mode)
     problem = None
     if not stat.S_ISDIR(found.st_mode):
@@ -103,7 +108,7 @@ def private_directory(path: Path) -> None:
     elif not os.access(path, os.W_OK | os.X_OK):
         problem = "is not writable"
     if problem:
-        raise ConfigError(f"lookup socket directory {path} {problem}; {advice}")
+        raise ConfigError(f"{what} {path} {problem}; {advice}")
 
 
 class SocketClaim:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line: arguments in, exit status out.
 
-Exit status: 0 all went well; 1 the demo's conditions were not met; 2 wrong arguments or a
-configuration that cannot work, with one line on standard error; 130 interrupted.
+Exit status: 0 all went well; 1 the demo's conditions were not met, or a server ended by itself; 2
+wrong arguments or a configuration that cannot work, with one line on standard error; 130
+interrupted.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from typing import Any, Final, NoReturn
 
 import umbp
 from umbp.cli.demo_models import DEFAULT_MODEL, MODELS
+from umbp.cli.serve import add_serve
 from umbp.errors import UmbpError
 
 EXIT_USAGE: Final = 2
@@ -80,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     _add_demo(commands)
+    add_serve(commands)
     backends = commands.add_parser(
         "backends", help="list the installed backends", allow_abbrev=False
     )

@@ -45,7 +45,7 @@ class ConnectorOptions:
         30_000,
         help="A transfer that has not ended by then is cancelled; its blocks stay held until it "
         "has. A native call that runs for longer stops the engine, because its memory can no "
-        "longer be called safe.",
+        "longer be called safe; one that waits for a server does not, and its request is computed.",
         unit="ms",
         minimum=1,
     )
@@ -111,6 +111,11 @@ class ConnectorConfig:
             raise ConfigError(f"option backend is {name!r}; give the name of a backend as a string")
         backend = find_backend(name)
         options, backend_options = parse_options(raw, ConnectorOptions, backend.options_type)
+        if not backend.pool_in_worker and not options.load_async:
+            raise ConfigError(
+                f"option load_async is false, but the pool of backend {name!r} is another process: "
+                "if that were stopped, a step of the engine would wait for it; remove load_async"
+            )
         parallel = vllm_config.parallel_config
         if backend.pool_in_worker and getattr(parallel, "nnodes", 1) > 1:
             raise ConfigError(

@@ -47,6 +47,8 @@ class OpenLookups:
         self._questions: dict[int, _Question] = {}
         # Answered without asking.
         self._ready: list[LookupAnswered] = []
+        # Why the last lookup failed; empty if it did not.
+        self._failure = ""
 
     def start(self, command: StartLookup) -> None:
         """Asks which blocks of a request every rank holds."""
@@ -114,8 +116,9 @@ class OpenLookups:
         masks = self._masks(question.asked, answer, now_s)
         if masks is None:
             reason = answer.reason or "the answer does not fit the question"
-            logger.warning("lookup of %s failed: %s", request.request_id, reason)
+            self._note_failure(request.request_id, reason)
         else:
+            self._failure = ""
             hit = self._rules.hit(
                 question.asked,
                 masks,
@@ -126,6 +129,12 @@ class OpenLookups:
             )
             end = max(end, hit.end_tokens)
         return LookupAnswered(request.request_id, answer.question_id, end, hit)
+
+    def _note_failure(self, request_id: str, reason: str) -> None:
+        """Warns of a failure, and not again while lookups go on to fail for the same reason."""
+        level = logging.DEBUG if reason == self._failure else logging.WARNING
+        self._failure = reason
+        logger.log(level, "lookup of %s failed: %s", request_id, reason)
 
     def _masks(
         self, asked: Sequence[Asked], answer: LookupAnswer, now_s: float

@@ -7,6 +7,7 @@ checked against code that has nothing in common with them.
 
 import ctypes
 import enum
+import mmap
 from collections.abc import Sequence
 from typing import Final
 
@@ -18,6 +19,8 @@ from umbp.backends.base import KVMemory, MemoryRegion, ObjectLayout
 
 _GUARD_BYTES: Final = 64
 """Left between blocks where a shape pads them; no object contains it."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class KVShape(enum.Enum):
@@ -171,5 +174,18 @@ def _block_outermost(
 
 
 def _allocate(size_bytes: int) -> MemoryRegion:
-    tensor = torch.zeros(size_bytes, dtype=torch.int8)
+    """Allocates pages of its own, between pages that nobody may touch.
+
+    A transfer that leaves the allocation by a page ends the process. And a backend may share the
+    allocation with another process without sharing anything else.
+    """
+    page_bytes = mmap.PAGESIZE
+    inner_bytes = -(-size_bytes // page_bytes) * page_bytes
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    mapped = mmap.mmap(-1, inner_bytes + 2 * page_bytes, flags=flags)
+    everything = torch.frombuffer(mapped, dtype=torch.int8)
+    tensor = everything[page_bytes : page_bytes + size_bytes]
+    for guard in (everything.data_ptr(), everything.data_ptr() + page_bytes + inner_bytes):
+        if _libc.mprotect(ctypes.c_void_p(guard), ctypes.c_size_t(page_bytes), 0) != 0:
+            raise OSError(ctypes.get_errno(), "mprotect failed")
     return MemoryRegion(tensor, tensor.data_ptr(), size_bytes, "cpu", None)

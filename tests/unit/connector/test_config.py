@@ -64,6 +64,12 @@ def test_pools_in_workers_of_several_nodes_are_refused() -> None:
         ConnectorConfig.from_vllm(vllm_config(nnodes=2))
 
 
+def test_loads_within_a_step_are_refused_where_another_process_may_hold_them_up() -> None:
+    extra = {"backend": "standalone", "address": "unix:///run/x.grpc.sock", "load_async": False}
+    with pytest.raises(ConfigError, match=r"option load_async is false, but .*'standalone'"):
+        ConnectorConfig.from_vllm(vllm_config(**extra))
+
+
 def test_limits_of_the_core_follow_the_options() -> None:
     config = ConnectorConfig.from_vllm(
         vllm_config(

@@ -43,6 +43,21 @@ def test_hit_ends_at_the_first_hole() -> None:
     assert bench.side.matched_tokens(FakeRequest.of("a", 100), 0) == (16, True)
 
 
+def test_lookups_that_go_on_to_fail_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench()
+    side = bench.side
+    caplog.set_level("WARNING")
+    for name, is_broken, warning_count in (
+        ("a", True, 1),
+        ("b", True, 1),
+        ("c", False, 1),
+        ("d", True, 2),
+    ):
+        bench.lookups.is_broken = is_broken
+        assert side.matched_tokens(FakeRequest.of(name, 40), 0) == (0, False)
+        assert len(caplog.records) == warning_count, caplog.text
+
+
 def test_lookup_waits_at_most_its_deadline_and_is_then_a_miss() -> None:
     bench = Bench()
     bench.lookups.is_silent = True
