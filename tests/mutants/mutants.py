@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mistakes that somebody could make in umbp, each a small change of its text.
+
+Every one of them must be caught by the tests it names: a search of states, a property on vLLM's
+real scheduler, or a case. ``make prove`` applies them one at a time and says which were caught;
+``test_mutants_apply.py`` keeps the table in step with the code.
+"""
+
+from typing import Final
+
+import attrs
+
+SEARCH: Final = "tests/property/test_exhaustive.py"
+SCHEDULER: Final = "tests/property/test_scheduler_property.py"
+
+
+@attrs.frozen
+class Mutant:
+    """A mistake.
+
+    Attributes:
+        name: What is done wrong, in a few words.
+        file: The file that it is in, from the project's root.
+        before: Text that the file has exactly once.
+        after: What stands there instead.
+        tests: Files of tests of which at least one test must fail.
+    """
+
+    name: str
+    file: str
+    before: str
+    after: str
+    tests: tuple[str, ...]
+
+
+MUTANTS: Final = (
+    Mutant(
+        "preemption gives back the pins of stores that are still read",
+        "umbp/fsm/effects.py",
+        "    core.filling.pop(request.request_id, None)\n    core.counters.preemptions += 1\n",
+        "    core.filling.pop(request.request_id, None)\n    core.counters.preemptions += 1\n"
+        "    for lease in core.leases.values():\n"
+        "        if lease.request is request and lease.pinned:\n"
+        "            core.emit(commands.ReleasePins(lease))\n",
+        (SEARCH,),
+    ),
+    Mutant(
+        "an answer for an earlier life is taken for the present one's",
+        "umbp/fsm/core.py",
+        "        if request.state is not _LOADING or request.load_job_id != lease.job_id:\n"
+        "            self._fire(request, _LEASE_CLOSED)\n",
+        "        if request.state is not _LOADING:\n"
+        "            self._fire(request, _LEASE_CLOSED)\n",
+        (SEARCH,),
+    ),
+    Mutant(
+        "a load that has ended is reported in every step from then on",
+        "umbp/connector/worker.py",
+        "        received, self._received = self._received, set()\n",
+        "        received = set(self._received)\n",
+        (SCHEDULER,),
+    ),
+    Mutant(
+        "a transfer ends without the last rank",
+        "umbp/fsm/core.py",
+        "        self._all_ranks = (1 << limits.rank_count) - 1\n",
+        "        self._all_ranks = (1 << max(1, limits.rank_count - 1)) - 1\n",
+        (SEARCH,),
+    ),
+    Mutant(
+        "keys do not carry the epoch",
+        "umbp/keys.py",
+        "        return _PREFIX.pack(self.namespace, epoch, group_index, rank)\n",
+        "        return _PREFIX.pack(self.namespace, 0, group_index, rank)\n",
+        (SCHEDULER,),
+    ),
+    Mutant(
+        "all ranks share one object",
+        "umbp/keys.py",
+        "        return _PREFIX.pack(self.namespace, epoch, group_index, rank)\n",
+        "        return _PREFIX.pack(self.namespace, epoch, group_index, 0)\n",
+        (SCHEDULER,),
+    ),
+    Mutant(
+        "a lookup has no deadline",
+        "umbp/fsm/table.py",
+        "effects.ask_lookup, QUESTION_DEADLINE),\n",
+        "effects.ask_lookup),\n",
+        (SCHEDULER, SEARCH),
+    ),
+    Mutant(
+        "a boundary is keyed one unit off",
+        "umbp/connector/groups.py",
+        "            index = boundary // self.hash_tokens - 1\n",
+        "            index = boundary // self.hash_tokens\n",
+        (SCHEDULER,),
+    ),
+    Mutant(
+        "blocks of a store are not pinned",
+        "umbp/connector/scheduler.py",
+        "                case StartStore(lease=lease):\n"
+        "                    if self._pins is not None:\n",
+        "                case StartStore(lease=lease):\n                    if False:\n",
+        (SCHEDULER,),
+    ),
+    Mutant(
+        "blocks that a stalled load may still write are not pinned",
+        "umbp/fsm/effects.py",
+        "        core.emit(commands.PinBlocks(lease))\n",
+        "        pass\n",
+        (SEARCH,),
+    ),
+    Mutant(
+        "a request whose load failed tries again",
+        "umbp/fsm/effects.py",
+        "    request.load_job_id = None\n    request.load_barred = True\n",
+        "    request.load_job_id = None\n",
+        (SEARCH, SCHEDULER),
+    ),
+    Mutant(
+        "keys that failed a moment ago are looked up as if nothing had been",
+        "umbp/fsm/quarantine.py",
+        "        return {block_hash for block_hash in block_hashes if block_hash in self._until}\n",
+        "        return set()\n",
+        (SCHEDULER,),
+    ),
+    Mutant(
+        "tokens that asynchronous scheduling only expects count as computed",
+        "umbp/connector/scheduler.py",
+        "        return int(request.num_computed_tokens - request.num_output_placeholders)\n",
+        "        return int(request.num_computed_tokens)\n",
+        (SCHEDULER,),
+    ),
+    Mutant(
+        "a load that was on its way during a reset is good",
+        "umbp/connector/worker.py",
+        "        return epoch == self._epoch\n",
+        "        return True\n",
+        (SCHEDULER,),
+    ),
+    Mutant(
+        "what a failed synchronous load left behind stays in the engine's cache",
+        "umbp/connector/scheduler.py",
+        "                if lease.synchronous and not answer.succeeded:\n",
+        "                if False:\n",
+        (SCHEDULER,),
+    ),
+    Mutant(
+        "after a failed synchronous load, lives that may share its blocks go on storing",
+        "umbp/fsm/effects.py",
+        "        if lease.failed:\n            core.bar_all_stores()\n",
+        "",
+        (SEARCH, SCHEDULER),
+    ),
+    Mutant(
+        "one rank that holds an object is enough for a hit",
+        "umbp/backends/lookup_client.py",
+        "MASKS_JOINED\n",
+        "",
+        (SCHEDULER,),
+    ),
+    Mutant(
+        "a life that began before a reset stores under the new epoch",
+        "umbp/fsm/core.py",
+        "        if request.state is not _RUNNING or request.epoch != self.epoch:\n"
+        "            return None\n",
+        "        if request.state is not _RUNNING:\n            return None\n",
+        (SEARCH, SCHEDULER),
+    ),
+)
