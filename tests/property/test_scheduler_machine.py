@@ -41,15 +41,20 @@ def engine_options(draw: st.DrawFn) -> EngineOptions:
         load_async=kind is not ModelKind.DENSE or draw(st.booleans()),
         lookup_async=draw(st.booleans()),
         save_decode_cache=draw(st.booleans()),
-        load_failure_quarantine_ms=draw(st.sampled_from((0, 300))),
+        load_failure_quarantine_ms=draw(st.sampled_from((0, 3000))),
         max_pinned_percent=draw(st.sampled_from((50, 100))),
         serialize=draw(st.booleans()),
     )
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _quiet() -> None:
+def _quiet() -> Iterator[None]:
+    loggers = [logging.getLogger(name) for name in ("vllm", "umbp")]
+    levels = [logger.level for logger in loggers]
     quiet()
+    yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
 
 
 @settings(max_examples=MANY_EXAMPLES)

@@ -72,7 +72,7 @@ def random_options(source: random.Random) -> EngineOptions:
         load_async=kind is not ModelKind.DENSE or source.random() < 0.3,
         lookup_async=source.random() < 0.5,
         save_decode_cache=source.random() < 0.5,
-        load_failure_quarantine_ms=source.choice((0, 300)),
+        load_failure_quarantine_ms=source.choice((0, 3000)),
         max_pinned_percent=source.choice((50, 100)),
         serialize=source.random() < 0.2,
     )
