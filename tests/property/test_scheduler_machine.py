@@ -7,6 +7,9 @@ each load and each job is answered once; nothing from before a reset comes back;
 assertions hold; and once faults stop everything ends and nothing is left.
 """
 
+import logging
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
