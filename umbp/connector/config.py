@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the user configured, checked, for both sides of the connector."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +100,14 @@ class ConnectorConfig:
     socket_directory: Path
 
     @classmethod
-    def from_vllm(cls, vllm_config: Any) -> "ConnectorConfig":
+    def from_vllm(
+        cls, vllm_config: Any, find: Callable[[str], type[Backend]] = find_backend
+    ) -> "ConnectorConfig":
         """Reads vLLM's configuration.
+
+        Args:
+            vllm_config: vLLM's ``VllmConfig``.
+            find: Finds a backend by its name.
 
         Raises:
             ConfigError: Something in it cannot work.
@@ -109,7 +116,7 @@ class ConnectorConfig:
         name = raw.get("backend", attrs.fields(ConnectorOptions).backend.default)
         if not isinstance(name, str):
             raise ConfigError(f"option backend is {name!r}; give the name of a backend as a string")
-        backend = find_backend(name)
+        backend = find(name)
         options, backend_options = parse_options(raw, ConnectorOptions, backend.options_type)
         if not backend.pool_in_worker and not options.load_async:
             raise ConfigError(

@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from umbp.backends.registry import find_backend
 from umbp.connector.config import ConnectorConfig
 from umbp.connector.groups import GroupRules
 from umbp.connector.metadata import StepMetadata, WorkerMetadata
@@ -81,12 +82,14 @@ class UMBPStoreConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             self._worker_parts = self._open_worker_parts(config, keyspace)
 
+    _find_backend = staticmethod(find_backend)
+
     def _configure(
         self, vllm_config: Any, kv_cache_config: Any
     ) -> tuple[ConnectorConfig, dict[str, Any]]:
         """Checks the configuration; returns umbp's own part of it, and the namespace's manifest."""
         check_supported(vllm_config, kv_cache_config)
-        config = ConnectorConfig.from_vllm(vllm_config)
+        config = ConnectorConfig.from_vllm(vllm_config, self._find_backend)
         return config, manifest(
             vllm_config, kv_cache_config, key_namespace=config.options.key_namespace
         )

@@ -21,7 +21,7 @@ class ActionKind(enum.Enum):
     """What is done."""
 
     ADD = "add"
-    """A client sends a prompt of a small family."""
+    """A client sends a prompt of a small family, or two."""
     REUSE_ID = "reuse_id"
     """A client sends a prompt under the id of a request that is over."""
     ABORT = "abort"
@@ -129,6 +129,9 @@ def _prompt(model: SimModel, number: int) -> tuple[list[int], int]:
 def _add(engine: SimEngine, number: int) -> None:
     prompt, answer = _prompt(engine.world.model, number)
     engine.add(prompt, answer)
+    if number % 5 == 0:
+        # Two at once that share all but their ends.
+        engine.add([*prompt[:-1], 7], answer)
 
 
 def _reuse_id(engine: SimEngine, number: int) -> None:

@@ -64,7 +64,7 @@ class Audit:
                     raise OracleError(f"rank {rank} reports the load of {request_id} twice")
         metadata = batch.result.kv_connector_output.kv_connector_worker_meta
         if isinstance(metadata, WorkerMetadata):
-            self._take_answers(metadata)
+            self._take_answers(metadata, batch.output.kv_connector_metadata.epoch)
 
     def after_update(self, batch: Batch) -> None:
         """Checks counters, and notes which loads have failed."""
@@ -143,7 +143,7 @@ class Audit:
                 if failed_s is not None and failed_s < context.answered_s < failed_s + window_s:
                     raise OracleError(f"{context.identity} loads an object in quarantine")
 
-    def _take_answers(self, metadata: WorkerMetadata) -> None:
+    def _take_answers(self, metadata: WorkerMetadata, known_epoch: int) -> None:
         for answer in metadata.answers:
             ranks = self._unanswered.get(answer.job_id)
             if ranks is None or answer.rank not in ranks:
@@ -152,7 +152,14 @@ class Audit:
             if not ranks:
                 del self._unanswered[answer.job_id]
             lease = self._core.leases.get(answer.job_id)
-            if lease is None or lease.kind is not LeaseKind.LOAD or answer.succeeded:
+            if lease is None or lease.kind is not LeaseKind.LOAD:
+                continue
+            if answer.succeeded:
+                if lease.epoch < known_epoch:
+                    raise OracleError(
+                        f"rank {answer.rank} reports {lease.identity} of epoch {lease.epoch} as "
+                        f"good, and knows of epoch {known_epoch}"
+                    )
                 continue
             if answer.attempted and lease.epoch == self._core.epoch:
                 for block_hash in answer.failed_hashes:

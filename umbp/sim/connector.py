@@ -11,6 +11,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from umbp.backends.base import LookupClient
+from umbp.backends.registry import find_backend
 from umbp.connector.config import ConnectorConfig
 from umbp.connector.connector import UMBPStoreConnector
 from umbp.connector.scheduler import SchedulerSide
@@ -24,6 +25,9 @@ from umbp.sim.site import SimSite, current_site
 class SimStoreConnector(UMBPStoreConnector):
     """``UMBPStoreConnector`` in a simulated engine; strict, so that every refused event raises."""
 
+    # Looking through what is installed takes longer than a whole course.
+    _find_backend = staticmethod(functools.cache(find_backend))
+
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         self._site = current_site()
         super().__init__(vllm_config, role, kv_cache_config)
@@ -31,7 +35,7 @@ class SimStoreConnector(UMBPStoreConnector):
     def _configure(
         self, vllm_config: Any, kv_cache_config: Any
     ) -> tuple[ConnectorConfig, dict[str, Any]]:
-        # Once for a model: its engines come by the thousand, and finding a backend reads files.
+        # Once for a model: its engines come by the thousand.
         known = self._site.world.model.notes
         if "configured" not in known:
             known["configured"] = super()._configure(vllm_config, kv_cache_config)

@@ -23,7 +23,7 @@ _BLOCKS: Final = {
     # As few as let the longest request run alone, and more.
     ModelKind.DENSE: (17, 22, 40),
     ModelKind.HYBRID: (18, 24, 40),
-    ModelKind.WINDOW: (28, 34, 44),
+    ModelKind.WINDOW: (30, 36, 44),
 }
 _RANKS: Final = (1, 1, 2, 4)
 _CAPACITIES: Final = (24, 256)
@@ -37,6 +37,7 @@ class Outcome:
         steps: Engine steps.
         requests: Requests that clients sent.
         stopped: The engine ended early, because a pool stalled.
+        deadlocks: Times that a client had to go because vLLM could not go on.
         counters: What umbp counted.
         time_s: Virtual time that passed.
         digest: Fingerprint of the whole course; equal for equal seeds in any process.
@@ -45,6 +46,7 @@ class Outcome:
     steps: int
     requests: int
     stopped: bool
+    deadlocks: int
     counters: Mapping[str, int]
     time_s: float
     digest: int
@@ -67,10 +69,10 @@ def random_options(source: random.Random) -> EngineOptions:
         ranks=source.choice(_RANKS),
         async_scheduling=async_scheduling,
         num_blocks=source.choice(_BLOCKS[kind]),
-        load_async=kind is not ModelKind.DENSE or source.random() < 0.6,
+        load_async=kind is not ModelKind.DENSE or source.random() < 0.3,
         lookup_async=source.random() < 0.5,
         save_decode_cache=source.random() < 0.5,
-        load_failure_quarantine_ms=source.choice((0, 300)),
+        load_failure_quarantine_ms=source.choice((0, 3000)),
         max_pinned_percent=source.choice((50, 100)),
         serialize=source.random() < 0.2,
     )
@@ -108,6 +110,7 @@ def run(
         steps=engine.steps,
         requests=len(engine.requests),
         stopped=engine.stopped,
+        deadlocks=engine.deadlocks,
         counters=engine.counters(),
         time_s=world.clock.now(),
         digest=_digest(engine),

@@ -27,6 +27,9 @@ from umbp.sim.workers import Batch, Workers
 STEP_S: Final = 0.01
 """How long a step takes."""
 
+_PATIENCE_STEPS: Final = 5
+"""Steps without work after which waiting requests are looked at."""
+
 
 class SimEngine:
     """An engine in a simulated world.
@@ -242,12 +245,15 @@ class SimEngine:
         Raises:
             OracleError: It does not within ``max_steps``, or something is left.
         """
+        idle_steps = 0
         for _ in range(max_steps):
             if self.stopped or not self.has_work():
                 break
-            if not self.step():
+            idle_steps = 0 if self.step() else idle_steps + 1
+            if idle_steps:
                 # Nothing to compute: only time brings it on.
                 self.world.clock.rest(STEP_S)
+            if idle_steps > _PATIENCE_STEPS:
                 self._unblock_queue()
         if self.stopped:
             return
@@ -263,18 +269,17 @@ class SimEngine:
         self.connector.shutdown()
 
     def _unblock_queue(self) -> None:
-        """Lets the client go whose request keeps vLLM from ever going on.
+        """Lets a client go whose request keeps vLLM from ever going on.
 
-        A request whose load failed keeps its place among those that hold blocks, but holds none.
-        When it needs more than is free, all behind it wait for ever for it, and it for them.
+        Requests whose loads have ended wait in one queue for the rest of their blocks. The first
+        may need more than is free, whether it holds blocks or, after a failed load, none; then it
+        waits for ever for those behind it, and they for it. A larger KV cache makes it rarer.
         """
         queue = list(self.scheduler.kv_holding_waiting)
         if len(queue) < 2 or self.scheduler.running or self.counters()["leases_open"]:
             return
-        manager = self.scheduler.kv_cache_manager
-        if not any(manager.get_block_ids(queue[0].request_id)):
-            self.abort(queue[0].request_id)
-            self.deadlocks += 1
+        self.abort(queue[0].request_id)
+        self.deadlocks += 1
 
     def _receive(self, output: Any) -> None:
         request = self._live.get(output.request_id)
