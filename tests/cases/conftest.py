@@ -2,14 +2,12 @@
 """What the tests of public cases share."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from scheduler_rig import Engine, Rig
-
-MakeRig = Callable[..., Rig]
+from scheduler_rig import Engine, MakeRig, Rig
 
 
 @pytest.fixture(scope="session")

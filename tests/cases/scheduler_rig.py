@@ -9,7 +9,7 @@ the output too.
 import functools
 import json
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -323,3 +323,7 @@ class Rig:
         self.scheduler.shutdown()
         self._lookups.close()
         self.worker.close(PATIENCE_S)
+
+
+MakeRig = Callable[..., Rig]
+"""What the fixture ``make_rig`` gives."""

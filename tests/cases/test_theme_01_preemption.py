@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Callable
 
 import pytest
-from conftest import MakeRig
 from connector.bench import Bench
 from connector.fakes import FakeRequest, block_hash, step_output
+from scheduler_rig import MakeRig
 
 from umbp.backends.base import TransferJob, TransferOutcome, TransferPart, WorkerSite
 from umbp.backends.memory import MemoryOptions, MemoryPool

@@ -11,10 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import MakeRig
 from connector.bench import Bench
 from connector.fakes import FakeRequest, block_hash, step_output
 from connector.worker_bench import make_side, step
+from scheduler_rig import MakeRig
 
 from umbp.backends.base import (
     JobResult,

@@ -4,9 +4,9 @@
 import time
 
 import pytest
-from conftest import MakeRig
 from connector.bench import Bench
 from connector.fakes import FakeRequest, block_hash, step_output
+from scheduler_rig import MakeRig
 
 from umbp.backends.base import TransferJob, TransferOutcome, TransferPart, WorkerSite
 from umbp.backends.memory import MemoryOptions, MemoryPool

@@ -2,10 +2,10 @@
 """Chunked prefill, partial blocks, and synchronous against asynchronous scheduling."""
 
 import pytest
-from conftest import MakeRig
 from connector.bench import Bench
 from connector.fakes import FakeRequest, block_hash, step_output
 from connector.group_bench import full, make_manager, state
+from scheduler_rig import MakeRig
 
 from umbp.connector.groups import GroupRules
 from umbp.connector.metadata import unpack_ids

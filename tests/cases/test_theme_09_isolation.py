@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import zmq
-from conftest import MakeRig
 from lookup_ranks import NAMESPACE, PATIENCE_S, Rank, blocks_of, make_question, one_answer, serving
+from scheduler_rig import MakeRig
 
 import umbp
 from umbp.backends.lookup_client import SocketLookupClient

@@ -8,11 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import MakeRig
 from connector.bench import Bench
 from connector.fakes import FakeRequest, step_output
 from connector.group_bench import config_of, full
 from connector.worker_bench import KEYS, make_side, plan, step
+from scheduler_rig import MakeRig
 from vllm.config import ParallelConfig
 
 from umbp.backends.host_buffer import open_buffer

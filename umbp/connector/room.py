@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps loads from filling KV memory with requests that then cannot start.
+"""Keeps KV memory from filling with requests that have loaded and then cannot start.
 
 vLLM gives a request that loads between steps only the blocks of the load. Several such requests can
 take all blocks there are; none can then be given the rest of its prompt, none is running, and vLLM
-preempts running requests only: the engine would stand still for ever. So one that would leave too
-little for those before it waits until they have started.
+preempts running requests only: the engine would stand still for ever. So a request that would leave
+too little for those before it waits until they have started, whether it is to load or not: one at
+the head of vLLM's queue that cannot be given its blocks keeps those behind it from starting, too.
 """
 
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ class Room:
         self._owed: dict[str, int] = {}
 
     def is_short(self, request: Any) -> bool:
-        """Says whether a load for this request has to wait until others have started."""
+        """Says whether this request has to wait until others have started."""
         if not self._owed:
             return False
         owed = sum(blocks for other, blocks in self._owed.items() if other != request.request_id)

@@ -122,7 +122,7 @@ class SchedulerSide:
         self._outbox = Outbox()
         self._bytes = {"bytes_loaded": 0, "bytes_stored": 0}
         self._refused_events = 0
-        self._loads_put_off = 0
+        self._admissions_put_off = 0
 
     # ------------------------------------------------------------ hooks
 
@@ -166,11 +166,11 @@ class SchedulerSide:
             reply = self._await_reply(request.request_id, local_tokens)
         if reply is LookupReply.WAIT:
             return None, False
+        if self._bound.room.is_short(request):
+            self._admissions_put_off += 1
+            return None, False
         if not isinstance(reply, int) or reply == 0:
             return 0, False
-        if self._load_async and self._bound.room.is_short(request):
-            self._loads_put_off += 1
-            return None, False
         return reply, self._load_async
 
     def admitted(self, request: Any, block_ids: Sequence[Sequence[int]], external: int) -> None:
@@ -317,7 +317,7 @@ class SchedulerSide:
             **self.core.counters.as_dict(),
             **self._bytes,
             "events_refused": self._refused_events,
-            "loads_put_off": self._loads_put_off,
+            "admissions_put_off": self._admissions_put_off,
             "requests_live": len(self.core.requests),
             "leases_open": len(self.core.leases),
             "blocks_pinned": self.core.pinned_blocks,

@@ -31,6 +31,9 @@ from umbp.keys import PREFIX_BYTES, KeySpace, split_hashes
 
 logger = logging.getLogger(__name__)
 
+_GRACE_S = 1.0
+"""How much longer than it may take an answer to a synchronous load is waited for."""
+
 _POLL_INTERVAL_S = 0.0002
 """How often a synchronous load is looked at; a tenth of the shortest step worth the name."""
 
@@ -105,7 +108,7 @@ class WorkerSide:
         self._loads = list(metadata.loads)
         self._stores = list(metadata.stores)
         for job_id in metadata.cancels:
-            self._pool.cancel(job_id)
+            self._cancel(job_id)
         for plan in metadata.refused:
             self._finish(_OpenJob(plan, True), _not_attempted(plan.job_id, "refused"))
 
@@ -194,13 +197,38 @@ class WorkerSide:
             self._finish(open_job, _not_attempted(plan.job_id, str(error)))
 
     def _await(self, job_ids: set[int]) -> None:
-        # The pool ends a job that is past its deadline, or says that it cannot (BackendStalled).
+        # The pool does not begin a job after its deadline, and says so when one that runs takes as
+        # long again (BackendStalled). What is silent even then has broken its contract.
+        give_up_s = self._clock() + 2 * self._timeout_s + _GRACE_S
         while job_ids & self._jobs.keys():
             self._take_results()
+            if self._clock() > give_up_s:
+                raise BackendStalled(
+                    f"the backend has not answered {len(job_ids & self._jobs.keys())} loads that a "
+                    "forward pass waits for"
+                )
             self._sleep(_POLL_INTERVAL_S)
 
+    def _cancel(self, job_id: int) -> None:
+        try:
+            self._pool.cancel(job_id)
+        except BackendStalled:
+            raise
+        except BackendError as error:
+            logger.warning("job %d could not be cancelled: %s", job_id, error)
+
+    def _poll(self) -> list[JobResult]:
+        try:
+            return self._pool.poll()
+        except BackendStalled:
+            raise
+        except BackendError as error:
+            # Jobs stay open, and their blocks in use, until it answers.
+            logger.warning("the backend did not say which transfers have ended: %s", error)
+            return []
+
     def _take_results(self) -> None:
-        for result in self._pool.poll():
+        for result in self._poll():
             job = self._jobs.get(result.job_id)
             if job is None:
                 logger.error("backend answered job %d, which is not open", result.job_id)

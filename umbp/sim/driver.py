@@ -37,7 +37,6 @@ class Outcome:
         steps: Engine steps.
         requests: Requests that clients sent.
         stopped: The engine ended early, because a pool stalled.
-        deadlocks: Times that a client had to go because vLLM could not go on.
         counters: What umbp counted.
         time_s: Virtual time that passed.
         digest: Fingerprint of the whole course; equal for equal seeds in any process.
@@ -46,7 +45,6 @@ class Outcome:
     steps: int
     requests: int
     stopped: bool
-    deadlocks: int
     counters: Mapping[str, int]
     time_s: float
     digest: int
@@ -110,7 +108,6 @@ def run(
         steps=engine.steps,
         requests=len(engine.requests),
         stopped=engine.stopped,
-        deadlocks=engine.deadlocks,
         counters=engine.counters(),
         time_s=world.clock.now(),
         digest=_digest(engine),

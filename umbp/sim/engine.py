@@ -27,9 +27,6 @@ from umbp.sim.workers import Batch, Workers
 STEP_S: Final = 0.01
 """How long a step takes."""
 
-_PATIENCE_STEPS: Final = 5
-"""Steps without work after which waiting requests are looked at."""
-
 
 class SimEngine:
     """An engine in a simulated world.
@@ -45,7 +42,6 @@ class SimEngine:
         requests: Clients' view of every request that was ever added, in order.
         steps: Steps scheduled so far.
         stopped: A pool has stalled; the engine is over.
-        deadlocks: Times that a client had to go because vLLM could not go on; see ``drain``.
         trace: Running checksum of every step: what was planned, in which blocks, what was reported.
     """
 
@@ -70,7 +66,6 @@ class SimEngine:
         self.requests: list[SimRequest] = []
         self.steps = 0
         self.stopped = False
-        self.deadlocks = 0
         self.trace = 0
         self._live: dict[str, SimRequest] = {}
         self._batches: deque[Batch] = deque()
@@ -253,8 +248,6 @@ class SimEngine:
             if idle_steps:
                 # Nothing to compute: only time brings it on.
                 self.world.clock.rest(STEP_S)
-            if idle_steps > _PATIENCE_STEPS:
-                self._unblock_queue()
         if self.stopped:
             return
         if self.has_work():
@@ -267,19 +260,6 @@ class SimEngine:
         """Shuts the connector objects down."""
         self.workers.close()
         self.connector.shutdown()
-
-    def _unblock_queue(self) -> None:
-        """Lets a client go whose request keeps vLLM from ever going on.
-
-        Requests whose loads have ended wait in one queue for the rest of their blocks. The first
-        may need more than is free, whether it holds blocks or, after a failed load, none; then it
-        waits for ever for those behind it, and they for it. A larger KV cache makes it rarer.
-        """
-        queue = list(self.scheduler.kv_holding_waiting)
-        if len(queue) < 2 or self.scheduler.running or self.counters()["leases_open"]:
-            return
-        self.abort(queue[0].request_id)
-        self.deadlocks += 1
 
     def _receive(self, output: Any) -> None:
         request = self._live.get(output.request_id)

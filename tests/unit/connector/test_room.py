@@ -31,12 +31,22 @@ def test_a_load_waits_while_those_before_it_could_not_start() -> None:
     admit(bench, first)
     # Seven blocks are free: the first needs four of them, the second six.
     assert bench.side.matched_tokens(second, 0) == (None, False)
-    assert bench.side.counters()["loads_put_off"] == 1
+    assert bench.side.counters()["admissions_put_off"] == 1
     bench.answer(bench.idle_step().loads[0].job_id)
     assert bench.side.matched_tokens(second, 0) == (None, False)
     table = bench.pool.take(4)
     bench.side.admitted(first, (table,), 0)
     assert bench.side.matched_tokens(second, 0) == (32, True)
+
+
+def test_a_request_without_a_hit_waits_too() -> None:
+    """At the head of vLLM's queue it would keep those behind it from starting."""
+    bench, first, second = two_requests(9)
+    admit(bench, first)
+    bench.lookups.stored.clear()
+    assert bench.side.matched_tokens(second, 0) == (None, False)
+    bench.side.admitted(first, (bench.pool.take(4),), 0)
+    assert bench.side.matched_tokens(second, 0) == (0, False)
 
 
 def test_with_room_for_both_nobody_waits() -> None:

@@ -219,3 +219,33 @@ def test_a_load_that_another_engine_has_reset_meanwhile_has_failed() -> None:
     shared.advance()
     pool.end(2, TransferOutcome.DONE)
     assert step(side, StepMetadata(7))[:2] == ({"request-2"}, {"request-2"})
+
+
+def test_a_pool_that_cannot_say_what_has_ended_is_asked_again() -> None:
+    side, pool = make_side()
+    step(side, StepMetadata(0, loads=[plan(1)]))
+    pool.is_broken = True
+    assert step(side, StepMetadata(0, cancels=[1])) == (set(), set(), [])
+    pool.is_broken = False
+    pool.end(1, TransferOutcome.DONE)
+    assert step(side, StepMetadata(0))[0] == {"request-1"}
+
+
+def test_a_synchronous_load_that_is_never_answered_ends_the_engine() -> None:
+    now_s = [0.0]
+
+    def sleep(_: float) -> None:
+        now_s[0] += 1.0
+
+    side = WorkerSide(
+        FakeWorkerPool(),
+        keyspace=KEYS,
+        rank=RANK,
+        timeout_ms=5000,
+        clock=lambda: now_s[0],
+        sleep=sleep,
+    )
+    side.take_metadata(StepMetadata(0, loads=[plan(1, synchronous=True)]))
+    with pytest.raises(BackendStalled, match="has not answered 1 loads that a forward pass waits"):
+        side.start_loads()
+    assert 11.0 <= now_s[0] <= 13.0
