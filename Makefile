@@ -4,11 +4,12 @@
 PYTHON ?= python3
 ARGS ?=
 REQUIRE ?=
+PROFILE ?= ci
 
 RUN := $(PYTHON) tools/run.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test demo bench needle check lint diagram docs clean
+.PHONY: help setup test prove demo bench needle check lint diagram docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/make \1\t\2/' | expand -t 16
@@ -18,6 +19,9 @@ setup:  ## create or update the environments (REQUIRE="mori plain": fail without
 
 test: check  ## set up, check, and run all tests in all environments at once (ARGS="..." for pytest)
 	$(RUN) --profile each --together -- python -m pytest $(ARGS)
+
+prove: setup  ## property tests, exhaustive search and mutants (PROFILE=nightly: 100,000 examples)
+	@$(RUN) --profile newest -- python tools/prove.py --profile $(PROFILE) $(ARGS)
 
 demo: setup  ## set up and show an answer restored from offloaded KV (ARGS="--backend embedded")
 	@$(RUN) --profile best -- umbp demo $(ARGS)

@@ -4,7 +4,8 @@
     python3 tools/run.py --profile mori -- python -m pytest tests
     python3 tools/run.py --profile each -- python -m pytest tests
 
-`best` is `mori` where there is one, else `plain`. `each` runs the command in all profiles, one
+`best` is `mori` where there is one, else `plain`; `newest`, with the newer vLLM, is the other way
+round. `each` runs the command in all profiles, one
 after the other, also when one fails, and fails when any did. With `--together` all run at the same
 time, and each line they print begins with the profile's name.
 """
@@ -31,7 +32,7 @@ PROFILES = ("mori", "plain")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status of the command, or 2 when it cannot be run."""
     parser = argparse.ArgumentParser(description="Runs a command in one of the environments.")
-    parser.add_argument("--profile", choices=[*PROFILES, "best", "each"], default="best")
+    parser.add_argument("--profile", choices=[*PROFILES, "best", "newest", "each"], default="best")
     parser.add_argument("--together", action="store_true", help="with each: all at the same time")
     parser.add_argument("command", nargs="+", help="after --: the program and its arguments")
     options = parser.parse_args(arguments)
@@ -42,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if options.profile == "each":
         return _run_each(folders, options.command, together=options.together)
-    profile = available[0] if options.profile == "best" else options.profile
+    chosen = {"best": available[0], "newest": available[-1]}
+    profile = chosen.get(options.profile, options.profile)
     if profile not in folders:
         print(
             f"run: this machine has no profile {profile}, only {available[0]}: "

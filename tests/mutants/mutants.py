@@ -11,7 +11,7 @@ from typing import Final
 import attrs
 
 SEARCH: Final = "tests/property/test_exhaustive.py"
-SCHEDULER: Final = "tests/property/test_scheduler_property.py"
+SCHEDULER: Final = "tests/property/test_scheduler_machine.py"
 
 
 @attrs.frozen
@@ -98,9 +98,8 @@ MUTANTS: Final = (
     Mutant(
         "blocks of a store are not pinned",
         "umbp/connector/scheduler.py",
-        "                case StartStore(lease=lease):\n"
-        "                    if self._pins is not None:\n",
-        "                case StartStore(lease=lease):\n                    if False:\n",
+        "                case StartStore(lease=lease):\n                    pins.pin(lease)\n",
+        "                case StartStore(lease=lease):\n",
         (SCHEDULER,),
     ),
     Mutant(
@@ -122,13 +121,13 @@ MUTANTS: Final = (
         "umbp/fsm/quarantine.py",
         "        return {block_hash for block_hash in block_hashes if block_hash in self._until}\n",
         "        return set()\n",
-        (SCHEDULER,),
+        ("tests/cases/test_theme_03_load_failures.py",),
     ),
     Mutant(
         "tokens that asynchronous scheduling only expects count as computed",
-        "umbp/connector/scheduler.py",
-        "        return int(request.num_computed_tokens - request.num_output_placeholders)\n",
-        "        return int(request.num_computed_tokens)\n",
+        "umbp/connector/stores.py",
+        "    return int(request.num_computed_tokens - request.num_output_placeholders)\n",
+        "    return int(request.num_computed_tokens)\n",
         (SCHEDULER,),
     ),
     Mutant(
@@ -155,9 +154,23 @@ MUTANTS: Final = (
     Mutant(
         "one rank that holds an object is enough for a hit",
         "umbp/backends/lookup_client.py",
-        "MASKS_JOINED\n",
-        "",
+        "            self.masks = tuple(known & more for known, more in pairs)\n",
+        "            self.masks = tuple(known | more for known, more in pairs)\n",
+        ("tests/cases/test_theme_07_ranks.py",),
+    ),
+    Mutant(
+        "null blocks are stored like others",
+        "umbp/connector/groups.py",
+        "            if NULL_BLOCK_ID in block_ids:\n",
+        "            if False:\n",
         (SCHEDULER,),
+    ),
+    Mutant(
+        "requests that have loaded may take all blocks, so that none can start",
+        "umbp/connector/room.py",
+        "        if not self._owed:\n            return False\n",
+        "        if self._owed is not None:\n            return False\n",
+        (SCHEDULER, "tests/unit/connector/test_room.py"),
     ),
     Mutant(
         "a life that began before a reset stores under the new epoch",
