@@ -128,7 +128,7 @@ MUTANTS: Final = (
         "umbp/connector/stores.py",
         "    return int(request.num_computed_tokens - request.num_output_placeholders)\n",
         "    return int(request.num_computed_tokens)\n",
-        (SCHEDULER,),
+        ("tests/cases/test_theme_04_planning.py",),
     ),
     Mutant(
         "a load that was on its way during a reset is good",
@@ -142,7 +142,7 @@ MUTANTS: Final = (
         "umbp/connector/scheduler.py",
         "                if lease.synchronous and not answer.succeeded:\n",
         "                if False:\n",
-        (SCHEDULER,),
+        ("tests/cases/test_theme_03_load_failures.py",),
     ),
     Mutant(
         "after a failed synchronous load, lives that may share its blocks go on storing",
@@ -170,7 +170,7 @@ MUTANTS: Final = (
         "umbp/connector/room.py",
         "        if not self._owed:\n            return False\n",
         "        if self._owed is not None:\n            return False\n",
-        (SCHEDULER, "tests/unit/connector/test_room.py"),
+        ("tests/unit/connector/test_room.py",),
     ),
     Mutant(
         "a life that began before a reset stores under the new epoch",
