@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line: arguments in, exit status out.
 
-Exit status: 0 all went well; 1 the demo's conditions were not met, a check of the simulation failed,
-or a server ended by itself; 2 wrong arguments or a configuration that cannot work, with one line on
-standard error; 130 interrupted.
+Exit status: 0 all went well; 1 the demo's conditions were not met, a check of the simulation
+failed, or a server ended by itself; 2 wrong arguments or a configuration that cannot work, with one
+line on standard error; 130 interrupted.
 """
 
 import argparse

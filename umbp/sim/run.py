@@ -86,6 +86,7 @@ class SimRun:
         self._numbers = itertools.count()
         self._due: list[tuple[float, int, _Talk]] = []
         self._asking: list[_Talk] = []
+        self._acting: MeteredEngine | None = None
         self._calm = False
         self._idle_rounds = 0
         for conversation in draw_conversations(plan.traffic, plan.seed):
@@ -103,11 +104,7 @@ class SimRun:
             return self._advance()
         # Whatever vLLM or umbp raises is a fault of one of them, and found by the simulation.
         except Exception as error:
-            kind = "" if isinstance(error, OracleError) else f"{type(error).__name__}: "
-            steps = "/".join(str(engine.steps) for engine in self.engines)
-            raise SimFailed(
-                f"seed {self.plan.seed}, at {self.clock.now():.3f} s, step {steps}: {kind}{error}"
-            ) from error
+            raise SimFailed(f"seed {self.plan.seed}, {self._where()}: {_tell(error)}") from error
 
     def finish(self) -> None:
         """Goes on until everything is at rest."""
@@ -123,11 +120,13 @@ class SimRun:
             self._hit_moments()
         self._revive()
         worked = False
+        for engine in self._running():
+            self._acting = engine
+            worked = engine.turn() or worked
+        self._acting = None
         for index, engine in enumerate(self.engines):
-            if not engine.stopped:
-                worked = engine.turn() or worked
-                if engine.stopped:
-                    self.ended[index] = self.clock.now()
+            if engine.stopped:
+                self.ended.setdefault(index, self.clock.now())
         self.clock.advance(STEP_S)
         self.rounds += 1
         self._hear()
@@ -139,6 +138,13 @@ class SimRun:
         if not busy:
             self._skip_to_next()
         return True
+
+    def _where(self) -> str:
+        """Says where in the run this is."""
+        at = f"{self.clock.now():.3f} s"
+        if self._acting is None:
+            return f"between steps at {at}"
+        return f"engine {self.engines.index(self._acting)}, step {self._acting.steps}, at {at}"
 
     def _is_over(self) -> bool:
         """Says whether nobody asks any more; what was asked still gets its answer."""
@@ -234,6 +240,11 @@ class SimRun:
         self._calm = True
         for world in self._worlds:
             world.end_faults()
+
+
+def _tell(error: Exception) -> str:
+    """Says what was raised: checks explain themselves, anything else begins with its type."""
+    return str(error) if isinstance(error, OracleError) else f"{type(error).__name__}: {error}"
 
 
 def _hit(engine: MeteredEngine, fault: Fault, effect: Effect) -> None:
