@@ -111,6 +111,19 @@ def test_a_dead_rank_holds_what_it_has_until_it_is_back() -> None:
     assert run.engines[0].counters()["leases_stalled"]
     assert tally.stores_failed == 0
     assert tally.requests == tally.answered
+    entries = [
+        entry for request_id in run.engines[0].accounts for entry in run.journal.entries[request_id]
+    ]
+    held = {
+        entry.detail for entry in entries if entry.event == "LeaseSent" and 0.2 < entry.time_s < 1.1
+    }
+    answered_s = [
+        entry.time_s
+        for entry in entries
+        if entry.event == "RankSucceeded" and entry.detail.partition(" rank 1")[0] in held
+    ]
+    assert len(answered_s) == len(held) > 0
+    assert all(1.2 <= time_s < 1.3 for time_s in answered_s)
 
 
 def test_faults_without_an_end_end_with_the_traffic() -> None:

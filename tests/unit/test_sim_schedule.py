@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from umbp.errors import ConfigError
-from umbp.sim.faults import LookupFault, TransferFault
+from umbp.sim.faults import LOOKUPS, TRANSFERS, LookupFault, TransferFault
 from umbp.sim.schedule import (
     Effect,
     EffectKind,
@@ -18,6 +18,8 @@ from umbp.sim.schedule import (
     random_faults,
     read_faults,
 )
+
+PAGE = Path(__file__).parents[2] / "docs" / "simulator.md"
 
 
 def test_a_fault_has_place_time_and_effects() -> None:
@@ -143,3 +145,13 @@ def test_drawn_faults_repeat_and_end_no_engine(shared_store: bool) -> None:
     assert not any(word.startswith("spoil") for word in words)
     assert ("reset" in words) is not shared_store
     assert {"dead", "forget", "loads=late", "stores=held", "lookups=silent"} <= words
+
+
+def test_the_page_names_every_effect_and_every_kind() -> None:
+    rows = [
+        line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")
+    ]
+    for effect in EffectKind:
+        assert any(row.startswith((f"| `{effect.value}`", f"| `{effect.value}=")) for row in rows)
+    for kind in (TRANSFERS.keys() | LOOKUPS.keys()) - {"none"}:
+        assert any(row.startswith(f"| `{kind}` |") for row in rows)

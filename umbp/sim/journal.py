@@ -105,10 +105,15 @@ class WatchedCore(Core):
         """Takes one event."""
         job_id = getattr(event, "job_id", None)
         lease = self.leases.get(job_id) if job_id is not None else None
-        request_id = lease.request.request_id if lease else getattr(event, "request_id", None)
+        request_id = getattr(event, "request_id", None)
         before = self.requests.get(request_id) if request_id is not None else None
         out = super().step(event, now_s)
-        context = self.requests.get(request_id, before) if request_id is not None else None
+        context = before
+        if lease is not None:
+            # Its request may be forgotten while the transfer is still open.
+            context = lease.request
+        elif request_id is not None:
+            context = self.requests.get(request_id, before)
         if context is not None:
             self._note_event(event, context, lease, out)
         return out

@@ -75,6 +75,7 @@ class SimPlan:
             num_blocks=self.num_blocks,
             max_tokens=self.traffic.longest_tokens,
             step_tokens=self.step_tokens,
+            serialize=True,
             **self.options,
         )
 
