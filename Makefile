@@ -9,7 +9,7 @@ PROFILE ?= ci
 RUN := $(PYTHON) tools/run.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test prove demo bench needle check lint diagram docs clean
+.PHONY: help setup test prove demo sim bench needle check lint diagram docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/make \1\t\2/' | expand -t 16
@@ -25,6 +25,9 @@ prove: setup  ## property tests, exhaustive search and mutants (PROFILE=nightly:
 
 demo: setup  ## set up and show an answer restored from offloaded KV (ARGS="--backend embedded")
 	@$(RUN) --profile best -- umbp demo $(ARGS)
+
+sim: setup  ## set up and simulate engines, traffic and faults (ARGS="--seed 3 --faults random")
+	@$(RUN) --profile best -- umbp sim $(ARGS)
 
 bench: setup  ## set up and run the benchmarks, which print ratios (ARGS="..." for each of them)
 	@status=0; for script in benchmarks/[!_]*.py; do \

@@ -33,7 +33,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     text = capsys.readouterr().out
-    assert all(command in text for command in ("demo", "backends", "options", "--version"))
+    assert all(command in text for command in ("demo", "sim", "backends", "options", "--version"))
 
 
 def test_version_lists_backends_with_their_distribution(

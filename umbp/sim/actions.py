@@ -171,9 +171,7 @@ def _complete(engine: SimEngine, _: int) -> None:
 
 
 def _forget(engine: SimEngine, _: int) -> None:
-    # What other requests would bring about that need the blocks.
-    pool = engine.scheduler.kv_cache_manager.block_pool
-    pool.evict_blocks({block.block_id for block in pool.blocks if not block.ref_cnt})
+    engine.forget()
 
 
 def _reset(engine: SimEngine, _: int) -> None:

@@ -51,6 +51,7 @@ class SimStoreConnector(UMBPStoreConnector):
             strict=True,
             open_lookup=functools.partial(_open_lookup, self._site),
             clock=self._site.world.clock.now,
+            make_core=self._site.world.make_core,
         )
 
     def _open_worker_parts(self, config: ConnectorConfig, keyspace: KeySpace) -> WorkerParts:

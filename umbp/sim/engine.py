@@ -145,6 +145,14 @@ class SimEngine:
         self.audit.after_reset()
         return succeeded
 
+    def forget(self) -> None:
+        """Lets vLLM's prefix cache lose what no request uses; the store stays.
+
+        Requests that need the blocks bring the same about.
+        """
+        pool = self.scheduler.kv_cache_manager.block_pool
+        pool.evict_blocks({block.block_id for block in pool.blocks if not block.ref_cnt})
+
     # ------------------------------------------------------------ steps
 
     @property
@@ -224,6 +232,12 @@ class SimEngine:
 
     def step(self) -> bool:
         """Goes one step on as vLLM would, and lets its time pass; says whether it did any work."""
+        worked = self.turn()
+        self.world.clock.advance(STEP_S)
+        return worked
+
+    def turn(self) -> bool:
+        """Goes one step on and leaves the clock alone, which engines beside this one may share."""
         worked = False
         while len(self._batches) < self.depth and self.scheduler.has_requests():
             if not self.schedule().work:
@@ -231,7 +245,6 @@ class SimEngine:
         if self._batches:
             worked = bool(self._batches[0].work)
             self.complete()
-        self.world.clock.advance(STEP_S)
         return worked
 
     def drain(self, max_steps: int = 600) -> None:

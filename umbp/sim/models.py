@@ -37,7 +37,10 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.structured_output import StructuredOutputManager
 
 MAX_TOKENS: Final = 128
-"""Longest prompt with its answer."""
+"""Longest prompt with its answer, where nothing else is said."""
+
+MAX_TOKENS_LIMIT: Final = 4096
+"""The same, whatever is said."""
 
 _CONFIG: Final[dict[str, Any]] = {
     "architectures": ["LlamaForCausalLM"],
@@ -50,7 +53,7 @@ _CONFIG: Final[dict[str, Any]] = {
     "num_key_value_heads": 4,
     "head_dim": 16,
     "vocab_size": 512,
-    "max_position_embeddings": 4096,
+    "max_position_embeddings": MAX_TOKENS_LIMIT,
     "torch_dtype": "bfloat16",
 }
 
@@ -84,6 +87,9 @@ class EngineOptions:
         max_pinned_percent: umbp's option.
         load_failure_policy: vLLM's option.
         serialize: Send metadata to the workers as bytes.
+        max_tokens: Longest prompt with its answer.
+        step_tokens: Tokens that one step computes at most.
+        max_requests: Requests that one step computes at most.
     """
 
     kind: ModelKind = ModelKind.DENSE
@@ -99,6 +105,9 @@ class EngineOptions:
     max_pinned_percent: int = 50
     load_failure_policy: str = "recompute"
     serialize: bool = False
+    max_tokens: int = MAX_TOKENS
+    step_tokens: int = 24
+    max_requests: int = 8
 
     def extra_config(self) -> dict[str, Any]:
         """Returns ``kv_connector_extra_config``."""
@@ -203,7 +212,6 @@ _DENSE_BLOCK: Final = 4
 _HYBRID_BLOCK: Final = 8
 _HYBRID_UNIT: Final = 2
 _WINDOW_TOKENS: Final = 10
-_STEP_TOKENS: Final = 24
 
 
 def _specs(kind: ModelKind) -> list[Any]:
@@ -242,7 +250,8 @@ def _shape(spec: Any) -> GroupShape:
 
 def _vllm_configs(options: EngineOptions) -> tuple[Any, tuple[Any, ...]]:
     """Returns the scheduler's ``VllmConfig``, and that of each worker."""
-    base = _vllm_config(options.kind, options.ranks, options.async_scheduling)
+    limits = (options.max_tokens, options.step_tokens, options.max_requests)
+    base = _vllm_config(options.kind, options.ranks, options.async_scheduling, limits)
     transfer = KVTransferConfig(
         kv_connector="SimStoreConnector",
         kv_connector_module_path="umbp.sim.connector",
@@ -263,17 +272,20 @@ def _vllm_configs(options: EngineOptions) -> tuple[Any, tuple[Any, ...]]:
 
 
 @functools.cache
-def _vllm_config(kind: ModelKind, ranks: int, async_scheduling: bool) -> Any:
+def _vllm_config(
+    kind: ModelKind, ranks: int, async_scheduling: bool, limits: tuple[int, int, int]
+) -> Any:
+    max_tokens, step_tokens, max_requests = limits
     config = VllmConfig(
-        model_config=_model_config(),
+        model_config=_model_config(max_tokens),
         cache_config=CacheConfig(
             block_size=_HYBRID_BLOCK if kind is ModelKind.HYBRID else _DENSE_BLOCK,
             enable_prefix_caching=True,
         ),
         scheduler_config=SchedulerConfig(
-            max_num_seqs=8,
-            max_num_batched_tokens=_STEP_TOKENS,
-            max_model_len=MAX_TOKENS,
+            max_num_seqs=max_requests,
+            max_num_batched_tokens=step_tokens,
+            max_model_len=max_tokens,
             enable_chunked_prefill=True,
             is_encoder_decoder=False,
             async_scheduling=async_scheduling,
@@ -290,7 +302,7 @@ def _vllm_config(kind: ModelKind, ranks: int, async_scheduling: bool) -> Any:
 
 
 @functools.cache
-def _model_config() -> Any:
+def _model_config(max_tokens: int) -> Any:
     # vLLM reads the folder once, here.
     with tempfile.TemporaryDirectory(prefix="umbp-sim-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(_CONFIG))
@@ -299,5 +311,5 @@ def _model_config() -> Any:
             skip_tokenizer_init=True,
             dtype="bfloat16",
             seed=0,
-            max_model_len=MAX_TOKENS,
+            max_model_len=max_tokens,
         )

@@ -9,6 +9,7 @@ import attrs
 
 from umbp.connector.support import why_load_async
 from umbp.errors import UsageError
+from umbp.fsm import Core, CoreLimits
 from umbp.sim.clock import VirtualClock
 from umbp.sim.faults import FaultSource
 from umbp.sim.memory import RankMemory
@@ -40,6 +41,14 @@ class SimWorld:
         # Engines number their requests together, so that logs name each of them once.
         self.request_numbers = itertools.count()
 
+    def faults_of(self, rank: int) -> FaultSource:
+        """Returns what goes wrong in the pool of a rank."""
+        return self.faults
+
+    def make_core(self, limits: CoreLimits, epoch: int) -> Core:
+        """Makes the core of an engine."""
+        return Core(limits, epoch)
+
 
 @attrs.frozen(eq=False)
 class SimSite:
@@ -70,11 +79,11 @@ class SimSite:
                 memory=memory,
                 store=store,
                 clock=world.clock,
-                faults=world.faults,
+                faults=world.faults_of(rank),
                 timeout_s=options.timeout_ms / 1000,
                 synchronous=synchronous,
             )
-            for memory, store in zip(memories, world.stores, strict=True)
+            for rank, (memory, store) in enumerate(zip(memories, world.stores, strict=True))
         ]
         return cls(world, memories, pools)
 

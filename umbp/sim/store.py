@@ -4,6 +4,8 @@
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
+import attrs
+
 from umbp.sim.memory import StoredPage
 
 
@@ -54,6 +56,13 @@ class SimStore:
         for key in keys:
             if self._objects.pop(key, None) is not None:
                 self.evicted_count += 1
+
+    def spoil_newest(self, count: int) -> None:
+        """Changes the content of the ``count`` newest objects; only a check can notice."""
+        for key in list(self._objects)[-count:]:
+            content = self._objects[key]
+            values = tuple(value + 1 for value in content.values)
+            self._objects[key] = attrs.evolve(content, values=values)
 
     def evict_oldest(self, count: int) -> None:
         """Removes the ``count`` objects that were used least recently."""
