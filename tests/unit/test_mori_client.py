@@ -121,7 +121,7 @@ def new_config() -> types.SimpleNamespace:
     return types.SimpleNamespace(dram=types.SimpleNamespace(), ssd=types.SimpleNamespace())
 
 
-LIBRARY = MoriLibrary("1.2.4", FakeMori, new_config, types.SimpleNamespace, "CPU", "GPU")
+LIBRARY = MoriLibrary("1.2.4", FakeMori, new_config, *2 * (types.SimpleNamespace,), "CPU", "GPU")
 PLAN = PoolPlan(page_bytes=1024, page_count=100, high_pages=90, low_pages=80)
 
 

@@ -23,16 +23,20 @@ import attrs
 
 from umbp.backends.host_limits import memory_limits
 from umbp.backends.mori_client import MoriClient, server_config
-from umbp.backends.mori_library import MoriLibrary, load_mori, runtime_directories, server_binary
+from umbp.backends.mori_library import (
+    DEFAULT_READ_LEASE_MS,
+    READ_LEASE_VARIABLE,
+    MoriLibrary,
+    load_mori,
+    parse_read_lease_ms,
+    runtime_directories,
+    server_binary,
+)
 from umbp.backends.server_address import ServerAddress, how_to_start
 from umbp.errors import BackendUnavailable, ConfigError
 
 STOP_TIMEOUT_S: Final = 5.0
 
-DEFAULT_READ_LEASE_MS: Final = 500
-"""MORI's own. Source: MORI 1.2.4, the default of UMBP_DRAM_READ_LEASE_MS."""
-
-_READ_LEASE_VARIABLE: Final = "UMBP_DRAM_READ_LEASE_MS"
 _BINARY: Final = "umbp_standalone_server"
 _POLL_S: Final = 0.02
 _LOG_TAIL_BYTES: Final = 400
@@ -109,7 +113,7 @@ def server_environment(
     result["UMBP_DRAM_HIGH_WM"] = str(settings.high_watermark)
     result["UMBP_DRAM_LOW_WM"] = str(settings.low_watermark)
     result["UMBP_DRAM_PREFAULT"] = "1" if settings.prefault else "0"
-    result[_READ_LEASE_VARIABLE] = str(settings.read_lease_ms)
+    result[READ_LEASE_VARIABLE] = str(settings.read_lease_ms)
     result["UMBP_SSD_ENABLED"] = "0"
     if settings.page_size_bytes is not None:
         result["UMBP_EMBEDDED_DRAM_PAGE_SIZE"] = str(settings.page_size_bytes)
@@ -317,11 +321,10 @@ def server_read_lease_ms(address: ServerAddress) -> int | None:
         content = Path(f"/proc/{process_id}/environ").read_bytes()
     except OSError:
         return None
-    prefix = f"{_READ_LEASE_VARIABLE}=".encode()
+    prefix = f"{READ_LEASE_VARIABLE}=".encode()
     for entry in content.split(b"\0"):
-        if entry.startswith(prefix) and entry[len(prefix) :].isdigit():
-            # MORI takes 0 for no answer.
-            return int(entry[len(prefix) :]) or DEFAULT_READ_LEASE_MS
+        if entry.startswith(prefix):
+            return parse_read_lease_ms(entry[len(prefix) :].decode(errors="replace"))
     return DEFAULT_READ_LEASE_MS
 
 
