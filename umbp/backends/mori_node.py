@@ -18,7 +18,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import attrs
@@ -175,17 +175,21 @@ def join_to_ask(library: MoriLibrary, options: DistributedOptions, instance: str
     return _join(library, options, config)
 
 
-def wait_for_master(address: MasterAddress, give_up_s: float) -> None:
+def wait_for_master(
+    address: MasterAddress, give_up_s: float, check: Callable[[], None] = lambda: None
+) -> None:
     """Waits until a master answers.
 
     Args:
         address: The master.
         give_up_s: Until when, by ``time.monotonic()``.
+        check: Called between two looks; raises when there is no more hope.
 
     Raises:
         BackendUnavailable: It has not.
     """
     while (presence := address.presence(_GREETING_TIMEOUT_S)) is not Presence.ANSWERS:
+        check()
         if time.monotonic() >= give_up_s:
             problem = "does not answer" if presence is Presence.SILENT else "is not there"
             raise BackendUnavailable(
