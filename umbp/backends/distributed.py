@@ -165,8 +165,7 @@ class DistributedPool:
             return
         if not has_ended:
             logger.warning("a transfer still runs; its pool and KV memory stay allocated")
-            opened.client.abandon()
-        opened.link.close()
+        opened.link.close(is_busy=not has_ended)
 
     def _require_open(self) -> _Opened:
         if self._opened is None:

@@ -72,13 +72,13 @@ class MasterLink:
             self._look()
             return self._presence is Presence.ANSWERS and used.generation != self._return_count
 
-    def close(self) -> None:
-        """Gives the client up, and its node where there is a master to tell."""
+    def close(self, *, is_busy: bool = False) -> None:
+        """Gives the client up. Its node leaves, unless the master is stopped or a call runs."""
         # Not under the lock: a look may take its time. It is wanted whatever the last one said.
         client, self._client = self._client, None
         if client is None:
             return
-        if self._address.presence(LOOK_TIMEOUT_S) is Presence.SILENT:
+        if is_busy or self._address.presence(LOOK_TIMEOUT_S) is Presence.SILENT:
             client.abandon()
         else:
             client.close()
