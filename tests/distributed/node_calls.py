@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests do in a peer: a node of the distributed backend with KV memory, and a lookup client."""
+"""What tests do in a peer: a node of the distributed backend, and a client that looks up."""
 
 import contextlib
 import time
@@ -91,8 +91,8 @@ class _UpToDate:
         self._client.ask(question)
 
     def _await_markers(self) -> None:
-        for pool in self._pools:
-            opened = pool._opened
+        for node in self._pools:
+            opened = node._opened
             if opened is None:
                 continue
             self._markers += 1
