@@ -26,12 +26,14 @@ class Stuck:
     def __init__(self, kind: TransferKind, timeout_ms: int) -> None:
         self.kind = kind
         self.gate = threading.Event()
+        self.is_running = threading.Event()
         self.lanes = TransferLanes(
             self._run, load_thread_count=1, queue_limit=2, timeout_ms=timeout_ms, name="test"
         )
 
     def _run(self, kind: TransferKind, job: TransferJob) -> JobResult:
         if kind is self.kind:
+            self.is_running.set()
             assert self.gate.wait(PATIENCE_S)
         return JobResult(job.job_id, DONE)
 
@@ -84,6 +86,7 @@ def test_a_job_id_is_one_of_both_lanes_and_a_wait_can_be_cancelled(
 ) -> None:
     rig = stick(STORE)
     rig.submit(STORE, 1)
+    assert rig.is_running.wait(PATIENCE_S)
     rig.submit(STORE, 2)
     for job_id in (1, 2):
         with pytest.raises(UsageError, match=f"job {job_id} is already waiting or running"):
@@ -97,6 +100,7 @@ def test_a_job_id_is_one_of_both_lanes_and_a_wait_can_be_cancelled(
 def test_closing_waits_for_both_lanes_no_longer_than_it_may(stick: Callable[..., Stuck]) -> None:
     rig = stick(STORE)
     rig.submit(STORE, 1)
+    assert rig.is_running.wait(PATIENCE_S)
     rig.submit(STORE, 2)
     assert not rig.lanes.close(0.01)
     rig.submit(LOAD, 3)
