@@ -80,15 +80,21 @@ def test_a_device_that_mori_does_not_move_is_refused() -> None:
         DistributedBackend.open_worker(options(), site(device_type="xpu"))
 
 
-def test_pages_and_scratch_memory_follow_from_the_objects() -> None:
+def test_pages_and_scratch_memory_follow_from_the_objects(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     plan = plan_node(options(), 1000 * KIB, [40 * KIB, 10 * KIB])
     assert (plan.page_bytes, plan.page_count, plan.scratch_bytes) == (10 * KIB, 100, 40 * KIB)
     with_rdma = options(io_engine_host="10.0.0.2")
     assert plan_node(with_rdma, 1000 * KIB, [40 * KIB]).scratch_bytes == 16 << 20
     assert plan_node(with_rdma, 64 << 20, [20 << 20]).scratch_bytes == 20 << 20
+    assert not caplog.records
     chosen = options(page_size_bytes=64 * KIB)
     plan = plan_node(chosen, 1000 * KIB, [40 * KIB])
     assert (plan.page_count, plan.capacity_bytes) == (15, 960 * KIB)
+    assert [record.getMessage() for record in caplog.records] == [
+        "objects of 40960 bytes take 65536 in pages of 65536, as option page_size_bytes says"
+    ]
     with pytest.raises(ConfigError, match="to at least 65536 per rank"):
         plan_node(chosen, 60 * KIB, [40 * KIB])
 

@@ -496,5 +496,5 @@ def test_a_node_s_client_is_destroyed_when_it_is_closed_and_not_when_it_is_aband
 def test_a_master_that_does_not_take_a_node_is_named() -> None:
     config = pool_config(LIBRARY, PLAN, PoolBacking())
     config.dram.capacity_bytes = 1 << 50
-    with pytest.raises(BackendUnavailable, match="could not join the master at m:1"):
+    with pytest.raises(BackendUnavailable, match="could not make a node of the master at m:1"):
         MoriClient(LIBRARY, config, put_retries=1, read_lease_ms=500, master="m:1")

@@ -171,8 +171,8 @@ class MoriClient:
         except RuntimeError as error:
             if master is not None:
                 raise BackendUnavailable(
-                    f"MORI could not join the master at {master} ({error}); it logs the reason to "
-                    "standard output"
+                    f"MORI could not make a node of the master at {master} ({error}); it logs why "
+                    "to standard output"
                 ) from error
             if read_lease_ms is not None:
                 raise BackendUnavailable(

@@ -14,6 +14,7 @@ What MORI 1.2.4 does, found by running its wheel, and what is done about it:
   lock meanwhile. The master is greeted right before.
 """
 
+import logging
 import os
 import secrets
 import socket
@@ -28,8 +29,10 @@ from umbp.backends.distributed_options import DistributedOptions
 from umbp.backends.master_address import PORT_MAX, MasterAddress, Presence
 from umbp.backends.mori_client import MoriClient
 from umbp.backends.mori_library import READ_LEASE_VARIABLE, MoriLibrary, parse_read_lease_ms
-from umbp.backends.mori_pages import choose_page_bytes, pages_of
+from umbp.backends.mori_pages import WASTE_MAX, choose_page_bytes, pages_of
 from umbp.errors import BackendUnavailable, ConfigError
+
+logger = logging.getLogger(__name__)
 
 READ_LEASE_MS: Final = 5000
 """For how long a load keeps its objects from eviction, unless the environment says otherwise. The
@@ -83,6 +86,15 @@ def plan_node(
             f"{largest_bytes} bytes in pages of {page_bytes}; raise option total_capacity_bytes or "
             f"capacity_bytes, to at least {needed_bytes} per rank"
         )
+    for size in object_sizes:
+        taken_bytes = pages_of(size, page_bytes) * page_bytes
+        if taken_bytes > (1 + WASTE_MAX) * size:
+            logger.warning(
+                "objects of %d bytes take %d in pages of %d, as option page_size_bytes says",
+                size,
+                taken_bytes,
+                page_bytes,
+            )
     scratch_bytes = options.ranged_scratch_bytes
     if scratch_bytes is None:
         scratch_bytes = max(_SCRATCH_BYTES if options.io_engine_host else 0, largest_bytes)
