@@ -19,7 +19,7 @@ from masters import Master
 pytestmark = pytest.mark.mori
 
 CAPACITY_BYTES: Final = 64 << 20
-_TIMEOUT_MS: Final = 500
+_TIMEOUT_MS: Final = 2000
 _PATIENCE_S: Final = 60.0
 
 
