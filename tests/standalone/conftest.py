@@ -13,7 +13,8 @@ from typing import Any
 
 import peer_pool
 import pytest
-from peers import Peer, Server, start_fork_server
+from peer_process import start_fork_server
+from peers import Peer, Server
 
 HERE = Path(__file__).parent
 

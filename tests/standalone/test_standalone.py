@@ -6,7 +6,8 @@ from pathlib import Path
 
 import peer_pool
 import pytest
-from peers import Peer, PeerError
+from peer_process import PeerError
+from peers import Peer
 
 from umbp.testing.conformance import CHECKS, LOOKUP_CHECKS, OTHER_SIDE_CHECKS
 from umbp.testing.conformance_objects import check_wrong_size

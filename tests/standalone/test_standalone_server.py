@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import peer_calls
 import peer_pool
 import pytest
 from peers import PATIENCE_S, SHARING, Peer, Server
@@ -82,7 +83,7 @@ def test_umbp_serve_serves_until_it_is_told_to_stop(
     assert address.beside(".log").stat().st_size > 0
 
     peer.run(peer_pool.open_pool, {"address": str(address), "read_lease_ms": 7000})
-    assert peer.run(peer_pool.store, {"a": 0}).outcome is DONE
+    assert peer.run(peer_calls.store, {"a": 0}).outcome is DONE
 
     second = serve()
     _, message = second.communicate(timeout=PATIENCE_S)
@@ -140,15 +141,15 @@ def test_the_first_engine_starts_the_server_and_it_outlives_all(
     assert server_id
     environment = Path(f"/proc/{server_id}/environ").read_bytes().split(b"\0")
     assert b"UMBP_DRAM_READ_LEASE_MS=2000" in environment
-    engines[0].run(peer_pool.fill, {0: 1})
-    assert engines[0].run(peer_pool.store, {"a": 0}).outcome is DONE
+    engines[0].run(peer_calls.fill, {0: 1})
+    assert engines[0].run(peer_calls.store, {"a": 0}).outcome is DONE
     engines[0].end()
     engines[1].kill()
 
     third = start_peer()
     third.run(peer_pool.open_pool, auto_start(address))
     assert address.listener() == server_id
-    assert third.run(peer_pool.load, {"a": 0}).outcome is DONE
+    assert third.run(peer_calls.load, {"a": 0}).outcome is DONE
     os.kill(server_id, signal.SIGKILL)
     wait_until_gone(server_id)
 

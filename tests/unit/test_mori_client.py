@@ -121,7 +121,7 @@ def new_config() -> types.SimpleNamespace:
     return types.SimpleNamespace(dram=types.SimpleNamespace(), ssd=types.SimpleNamespace())
 
 
-LIBRARY = MoriLibrary("1.2.4", FakeMori, new_config, types.SimpleNamespace, "CPU", "GPU")
+LIBRARY = MoriLibrary("1.2.4", FakeMori, new_config, *2 * (types.SimpleNamespace,), "CPU", "GPU")
 PLAN = PoolPlan(page_bytes=1024, page_count=100, high_pages=90, low_pages=80)
 
 
@@ -473,3 +473,28 @@ def test_memory_is_shared_as_a_device_s() -> None:
         region = MemoryRegion(tensor, tensor.ctypes.data, size_bytes, "cpu", None)
         assert rig.client.share(region) == (size_bytes > 0)
     assert rig.mori.registered[0][2:] == ("GPU", 0)
+
+
+# ---------------------------------------------------------------- nodes
+
+
+def test_a_node_s_client_is_destroyed_when_it_is_closed_and_not_when_it_is_abandoned() -> None:
+    for is_kept in (False, True):
+        config = pool_config(LIBRARY, PLAN, PoolBacking())
+        client = MoriClient(LIBRARY, config, put_retries=1, read_lease_ms=500, master="m:1")
+        native = weakref.ref(client._native)
+        if is_kept:
+            client.abandon()
+        else:
+            client.close()
+        gc.collect()
+        assert (native() is not None) == is_kept
+        with pytest.raises(BackendError, match="the pool is closed"):
+            client.publish()
+
+
+def test_a_master_that_does_not_take_a_node_is_named() -> None:
+    config = pool_config(LIBRARY, PLAN, PoolBacking())
+    config.dram.capacity_bytes = 1 << 50
+    with pytest.raises(BackendUnavailable, match="could not make a node of the master at m:1"):
+        MoriClient(LIBRARY, config, put_retries=1, read_lease_ms=500, master="m:1")

@@ -23,6 +23,7 @@ class MemoryLocationType:
 GOOD_UMBP = """
 class UMBPConfig: pass
 class UMBPStandaloneProcessConfig: pass
+class UMBPDistributedConfig: pass
 class UMBPClient:
 """
 GOOD_UMBP += "".join(f"    def {name}(self): pass\n" for name in CALLS)

@@ -259,13 +259,14 @@ def test_while_the_server_is_silent_everything_misses_at_once_and_nothing_piles_
     assert len(client.answers(PATIENCE_S)) == 999
     stats = client.stats()
     assert (stats.is_breaker_open, stats.open_questions, len(server.calls)) == (True, 0, 1)
+    assert client.counters() == {"lookup_breaker_open": 1, "lookup_breaker_opened": 1}
     server.may_answer.set()
     present = None
     while present is None:
         client.ask(question(1000, b"aa"))
         present = one(client.answers(PATIENCE_S)).present
     assert present[0].tolist() == [True]
-    assert client.stats().breaker_opened_count == 1
+    assert client.counters() == {"lookup_breaker_open": 0, "lookup_breaker_opened": 1}
     client.close()
 
 

@@ -22,10 +22,11 @@ def test_the_page_is_up_to_date() -> None:
 
 
 def test_the_page_has_a_section_for_each_backend() -> None:
-    assert OURS == ["embedded", "memory", "standalone"]
+    assert OURS == ["distributed", "embedded", "memory", "standalone"]
     text = options_page()
     assert [line for line in text.splitlines() if line.startswith("## ")] == [
         "## Connector",
+        "## Backend `distributed`",
         "## Backend `embedded`",
         "## Backend `memory`",
         "## Backend `standalone`",

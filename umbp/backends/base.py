@@ -223,9 +223,10 @@ class WorkerSite:
         rank: Index of this worker among ``rank_count``.
         rank_count: Number of workers that hold a part of every block.
         device_type: Torch device type of KV memory.
-        device_index: Physical index of the device; None on a CPU.
+        device_index: Index of the device among those that this process sees; None on a CPU.
         instance: Name of this engine on this host, unique among live engines.
         transfer_timeout_ms: How long one native call may take before the pool counts as stalled.
+        physical_device_index: Index of the device among all of the host; None on a CPU.
     """
 
     rank: int
@@ -234,6 +235,7 @@ class WorkerSite:
     device_index: int | None
     instance: str
     transfer_timeout_ms: int
+    physical_device_index: int | None = None
 
 
 @runtime_checkable
@@ -337,7 +339,11 @@ class LookupAnswer:
 
 @runtime_checkable
 class LookupClient(Protocol):
-    """A backend's side in the scheduler. Called by one thread; never blocks beyond ``wait_s``."""
+    """A backend's side in the scheduler. Called by one thread; never blocks beyond ``wait_s``.
+
+    It may also have a method ``counters() -> Mapping[str, int]``, whose names begin with
+    ``lookup_``; the connector shows them beside its own.
+    """
 
     def ask(self, question: LookupQuestion) -> None:
         """Sends a question. Whatever goes wrong comes back as an answer or not at all."""
@@ -389,6 +395,9 @@ class EpochSource(Protocol):
 
 class Backend(Protocol):
     """What the entry point names. Stateless; its ``open`` methods do the work.
+
+    A backend whose lookups may list objects that are gone may say, as a class attribute
+    ``load_failure_quarantine_ms: int``, what that option is where the user does not.
 
     A backend that needs a library may also have a class method ``check_available() -> None``, which
     raises ``BackendUnavailable`` when it cannot be used here. Tools ask it before an engine starts.

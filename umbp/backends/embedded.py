@@ -14,7 +14,6 @@ it may be gone, and that is a miss.
 
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import attrs
@@ -48,7 +47,6 @@ from umbp.options import option
 logger = logging.getLogger(__name__)
 
 _DEVICE_TYPES: Final = ("cpu", "cuda")
-_NODES: Final = Path("/sys/devices/system/node")
 _READ_LEASE_MS: Final = 1
 """The shortest that MORI takes (0 is its default, 500). The client keeps gets and puts apart, so no
 get needs the lease; and while it holds, eviction takes the newest objects instead of the oldest."""
@@ -298,12 +296,7 @@ class EmbeddedBackend:
                 f"backend embedded does not move memory of device type {site.device_type!r}, only "
                 f"{' and '.join(_DEVICE_TYPES)} (ROCm): choose backend memory"
             )
-        # MORI only logs a node that does not exist, at a level that is not shown.
-        if options.numa_node is not None and not (_NODES / f"node{options.numa_node}").is_dir():
-            raise ConfigError(
-                f"option numa_node is {options.numa_node}, but {_NODES} has no such node; name "
-                "one that it has"
-            )
+        options.require_numa_node()
         capacity_bytes = options.resolve_capacity_bytes(site.rank_count)
         library = load_mori(options.log_level, default_read_lease_ms=_READ_LEASE_MS)
         return EmbeddedPool(options, site, capacity_bytes, library)

@@ -131,6 +131,11 @@ class JobRunner:
         """Whether a job that was reported as stalled is still running."""
         return any(running.stalled for running in self._running.values())
 
+    def is_open(self, job_id: int) -> bool:
+        """Whether a job of this id is waiting or running."""
+        with self._changed:
+            return any(job_id in jobs for jobs in (self._loads, self._stores, self._running))
+
     def cancel(self, job_id: int) -> None:
         """Takes a waiting job out of its queue; a running or unknown job is left alone."""
         with self._changed:

@@ -141,20 +141,24 @@ class MoriClient:
         put_retries: How often a put that failed is tried again.
         read_lease_ms: For how long a get of a shared pool protects its objects; None where only
             this client's puts evict.
+        master: Address of the master when the client is a node; it must have answered a moment
+            ago, because the constructor waits for it with no deadline and holds the lock of the
+            interpreter. So does the destructor, that ``close`` runs and ``abandon`` does not.
         clock: Seconds, monotonic.
 
     Raises:
-        BackendUnavailable: The server of a shared pool does not answer.
+        BackendUnavailable: The server or the master of a shared pool does not answer.
         BackendError: MORI could not construct the client.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - keyword-only
         self,
         library: MoriLibrary,
         config: Any,
         *,
         put_retries: int,
         read_lease_ms: int | None = None,
+        master: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._library = library
@@ -165,6 +169,11 @@ class MoriClient:
         try:
             self._native: Any = library.client_type(config)
         except RuntimeError as error:
+            if master is not None:
+                raise BackendUnavailable(
+                    f"MORI could not make a node of the master at {master} ({error}); it logs why "
+                    "to standard output"
+                ) from error
             if read_lease_ms is not None:
                 raise BackendUnavailable(
                     f"the server at {config.standalone_process.address} does not answer "
@@ -174,7 +183,7 @@ class MoriClient:
                 f"MORI {library.version} could not open a pool of {config.dram.capacity_bytes} "
                 f"bytes ({error}); it logs the reason to standard output"
             ) from error
-        if read_lease_ms is not None:
+        if read_lease_ms is not None and master is None:
             _never_destroy(self._native)
         _live_clients.add(self)
 
@@ -273,6 +282,10 @@ class MoriClient:
             indices = range(begin, begin + len(batch))
             failed.extend(_refused(indices, answers))
         return Moved(len(names) - len(failed), tuple(failed))
+
+    def publish(self) -> None:
+        """Has a node tell its master at once what it stored, and not with the next heartbeat."""
+        self._client().flush()
 
     def close(self) -> None:
         """Refuses further calls, and gives the pool back when the last that runs has returned."""

@@ -21,7 +21,11 @@ LOG_LEVELS: Final = ("debug", "info", "warn", "error", "critical")
 """The words that MORI 1.2.4 knows; it ignores any other."""
 
 _LOG_LEVEL_VARIABLE: Final = "MORI_UMBP_LOG_LEVEL"
-_READ_LEASE_VARIABLE: Final = "UMBP_DRAM_READ_LEASE_MS"
+READ_LEASE_VARIABLE: Final = "UMBP_DRAM_READ_LEASE_MS"
+
+DEFAULT_READ_LEASE_MS: Final = 500
+"""MORI's own. Source: MORI 1.2.4, the default of UMBP_DRAM_READ_LEASE_MS."""
+
 _DISTRIBUTION: Final = "amd-mori>=1.2.4"
 _NEEDED_CALLS: Final = (
     "batch_exists",
@@ -43,6 +47,7 @@ class MoriLibrary:
         client_type: ``UMBPClient``; its instances own or reach a pool.
         config_type: ``UMBPConfig``, what a client is made of.
         server_config_type: ``UMBPStandaloneProcessConfig``, the part of it that names a server.
+        node_config_type: ``UMBPDistributedConfig``, the part that makes the client a node.
         cpu_location: Says that registered memory is the host's.
         gpu_location: Says that registered memory is a device's.
     """
@@ -51,6 +56,7 @@ class MoriLibrary:
     client_type: Any
     config_type: Any
     server_config_type: Any
+    node_config_type: Any
     cpu_location: Any
     gpu_location: Any
 
@@ -72,7 +78,7 @@ def load_mori(
     if log_level is not None:
         os.environ[_LOG_LEVEL_VARIABLE] = log_level
     if default_read_lease_ms is not None:
-        os.environ.setdefault(_READ_LEASE_VARIABLE, str(default_read_lease_ms))
+        os.environ.setdefault(READ_LEASE_VARIABLE, str(default_read_lease_ms))
     try:
         mori = importlib.import_module("mori")
         native = importlib.import_module("mori.cpp")
@@ -91,9 +97,15 @@ def load_mori(
         client_type=client_type,
         config_type=umbp_module.UMBPConfig,
         server_config_type=umbp_module.UMBPStandaloneProcessConfig,
+        node_config_type=umbp_module.UMBPDistributedConfig,
         cpu_location=native.MemoryLocationType.CPU,
         gpu_location=native.MemoryLocationType.GPU,
     )
+
+
+def parse_read_lease_ms(text: str) -> int:
+    """Reads the variable as MORI does, which takes 0 and what is no number for no answer."""
+    return (int(text) if text.isascii() and text.isdecimal() else 0) or DEFAULT_READ_LEASE_MS
 
 
 def server_binary(name: str) -> Path:

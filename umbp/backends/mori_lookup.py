@@ -11,7 +11,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Protocol
 
 import attrs
 import numpy as np
@@ -20,7 +20,7 @@ import numpy.typing as npt
 from umbp.backends.base import LookupAnswer, LookupPart, LookupQuestion, SchedulerSite
 from umbp.backends.breaker import Breaker
 from umbp.backends.mori_client import shared_names
-from umbp.backends.mori_link import MoriLink
+from umbp.backends.mori_link import LinkedClient
 from umbp.errors import BackendError, UsageError
 from umbp.keys import KeySpace, split_hashes
 
@@ -30,7 +30,18 @@ QUEUE_LIMIT: Final = 256
 NAMES_PER_CALL: Final = 16_384
 """Most names in one native call; 25 ms."""
 
-_SILENT: Final = "the server does not answer"
+
+class PoolLink(Protocol):
+    """What connects to a shared pool and knows when it is gone."""
+
+    def client(self) -> LinkedClient:
+        """Returns the client; raises ``BackendError`` while the pool is gone."""
+
+    def doubt(self, used: LinkedClient) -> bool:
+        """Takes note that nothing succeeded with a client."""
+
+    def close(self) -> None:
+        """Gives the client up, and never waits for a call that runs."""
 
 
 @attrs.frozen
@@ -54,15 +65,17 @@ class MoriLookup:
     Args:
         link: Connects to the pool.
         site: The scheduler.
+        asked: Who is asked, for messages.
         queue_limit: Questions that may be open at once.
         clock: Seconds, monotonic.
     """
 
     def __init__(
         self,
-        link: MoriLink,
+        link: PoolLink,
         site: SchedulerSite,
         *,
+        asked: str = "the server",
         queue_limit: int = QUEUE_LIMIT,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -71,7 +84,8 @@ class MoriLookup:
         self._rank_count = site.rank_count
         self._queue_limit = queue_limit
         self._clock = clock
-        self._breaker = Breaker("the pool's server", site.lookup_timeout_ms / 1000, clock)
+        self._breaker = Breaker(asked, site.lookup_timeout_ms / 1000, clock)
+        self._silent = f"{asked} does not answer"
         self._changed = threading.Condition()
         # Open questions; the first ones may be with the thread already.
         self._open: dict[int, LookupQuestion] = {}
@@ -94,7 +108,7 @@ class MoriLookup:
             if self._is_closed:
                 refusal = "client is closed"
             elif is_silent:
-                refusal = _SILENT
+                refusal = self._silent
             elif len(self._open) >= self._queue_limit:
                 refusal = f"{len(self._open)} questions are open already"
             elif not self._has_thread():
@@ -113,7 +127,7 @@ class MoriLookup:
             is_silent = self._breaker.is_open
             with self._changed:
                 if is_silent:
-                    self._answer_all(_SILENT)
+                    self._answer_all(self._silent)
                 wait_s = give_up_s - self._clock()
                 if self._ready or not self._open or wait_s <= 0:
                     ready, self._ready = self._ready, []
@@ -131,6 +145,14 @@ class MoriLookup:
     def stats(self) -> LookupStats:
         """Says what is going on. May be called by any thread."""
         return LookupStats(self._breaker.is_open, self._breaker.opened_count, len(self._open))
+
+    def counters(self) -> dict[str, int]:
+        """Returns the state of the breaker for the connector's counters."""
+        stats = self.stats()
+        return {
+            "lookup_breaker_open": int(stats.is_breaker_open),
+            "lookup_breaker_opened": stats.breaker_opened_count,
+        }
 
     def close(self) -> None:
         """Drops all questions; the thread ends when its call returns. Idempotent."""

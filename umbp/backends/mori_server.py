@@ -12,30 +12,31 @@ What MORI 1.2.4 does and what is done about it:
 import contextlib
 import fcntl
 import os
-import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Final
+from typing import Final
 
 import attrs
 
+from umbp.backends.child_process import ChildProcess, add_library_directories, log_tail, open_log
 from umbp.backends.host_limits import memory_limits
 from umbp.backends.mori_client import MoriClient, server_config
-from umbp.backends.mori_library import MoriLibrary, load_mori, runtime_directories, server_binary
+from umbp.backends.mori_library import (
+    DEFAULT_READ_LEASE_MS,
+    READ_LEASE_VARIABLE,
+    MoriLibrary,
+    load_mori,
+    parse_read_lease_ms,
+    runtime_directories,
+    server_binary,
+)
 from umbp.backends.server_address import ServerAddress, how_to_start
 from umbp.errors import BackendUnavailable, ConfigError
 
-STOP_TIMEOUT_S: Final = 5.0
-
-DEFAULT_READ_LEASE_MS: Final = 500
-"""MORI's own. Source: MORI 1.2.4, the default of UMBP_DRAM_READ_LEASE_MS."""
-
-_READ_LEASE_VARIABLE: Final = "UMBP_DRAM_READ_LEASE_MS"
 _BINARY: Final = "umbp_standalone_server"
 _POLL_S: Final = 0.02
-_LOG_TAIL_BYTES: Final = 400
 _LEFT_OUT: Final = (
     "UMBP_IO_ENGINE_HOST",
     "UMBP_MASTER_ADDRESS",
@@ -103,13 +104,12 @@ def server_environment(
         library_directories: Where its HIP runtime lies, if not where the system looks.
     """
     result = {name: value for name, value in inherited.items() if name not in _LEFT_OUT}
-    path = [*library_directories, result.get("LD_LIBRARY_PATH", "")]
-    result["LD_LIBRARY_PATH"] = os.pathsep.join(part for part in path if part)
+    add_library_directories(result, library_directories)
     result["UMBP_DRAM_CAPACITY"] = str(settings.capacity_bytes)
     result["UMBP_DRAM_HIGH_WM"] = str(settings.high_watermark)
     result["UMBP_DRAM_LOW_WM"] = str(settings.low_watermark)
     result["UMBP_DRAM_PREFAULT"] = "1" if settings.prefault else "0"
-    result[_READ_LEASE_VARIABLE] = str(settings.read_lease_ms)
+    result[READ_LEASE_VARIABLE] = str(settings.read_lease_ms)
     result["UMBP_SSD_ENABLED"] = "0"
     if settings.page_size_bytes is not None:
         result["UMBP_EMBEDDED_DRAM_PAGE_SIZE"] = str(settings.page_size_bytes)
@@ -194,24 +194,16 @@ class ServerProcess:
     def __init__(self, settings: ServerSettings, log_path: Path | None) -> None:
         refuse_listener(settings.address)
         self._address = settings.address
-        self._log_path = log_path
         command, environment = _command(settings)
         remove_sockets(self._address)
-        with contextlib.ExitStack() as files:
-            log = None if log_path is None else files.enter_context(_open_log(log_path))
-            self._process = subprocess.Popen(
-                command,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        self._child = ChildProcess(
+            command, environment, log_path, what=f"the server at {settings.address}"
+        )
 
     @property
     def process_id(self) -> int:
         """The server's process id."""
-        return self._process.pid
+        return self._child.process_id
 
     def require_running(self) -> None:
         """Raises when the server has ended.
@@ -219,29 +211,15 @@ class ServerProcess:
         Raises:
             BackendUnavailable: It has; the message ends with the end of its log.
         """
-        status = self._process.poll()
-        if status is not None:
-            raise BackendUnavailable(
-                f"the server at {self._address} ended with status {status}"
-                f"{_log_tail(self._log_path)}"
-            )
+        self._child.require_running()
 
     def wait(self, timeout_s: float | None = None) -> int | None:
         """Waits for the server's end, and returns its status; None when it runs on."""
-        try:
-            return self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            return None
+        return self._child.wait(timeout_s)
 
     def stop(self) -> None:
         """Ends the server, also one that is stopped, and removes its sockets. Idempotent."""
-        if self._process.poll() is None:
-            # MORI's server has no work to finish: its pool ends with it.
-            self._process.terminate()
-            self._process.send_signal(signal.SIGCONT)
-            if self.wait(STOP_TIMEOUT_S) is None:
-                self._process.kill()
-                self._process.wait()
+        self._child.stop()
         if self._address.listener() is None:
             remove_sockets(self._address)
 
@@ -266,7 +244,7 @@ def ensure_started(settings: ServerSettings, give_up_s: float) -> None:
         command, environment = _command(settings)
         remove_sockets(settings.address)
         log_path = settings.address.beside(".log")
-        with _open_log(log_path) as log:
+        with open_log(log_path) as log:
             # The shell ends at once, and so the server is no child of this process: nobody has to
             # wait for it, and a signal to the engine's group does not reach it.
             subprocess.run(
@@ -281,7 +259,7 @@ def ensure_started(settings: ServerSettings, give_up_s: float) -> None:
         try:
             wait_until_listening(settings.address, give_up_s)
         except BackendUnavailable as error:
-            raise BackendUnavailable(f"{error}{_log_tail(log_path)}") from error
+            raise BackendUnavailable(f"{error}{log_tail(log_path)}") from error
 
 
 def wait_until_listening(
@@ -317,11 +295,10 @@ def server_read_lease_ms(address: ServerAddress) -> int | None:
         content = Path(f"/proc/{process_id}/environ").read_bytes()
     except OSError:
         return None
-    prefix = f"{_READ_LEASE_VARIABLE}=".encode()
+    prefix = f"{READ_LEASE_VARIABLE}=".encode()
     for entry in content.split(b"\0"):
-        if entry.startswith(prefix) and entry[len(prefix) :].isdigit():
-            # MORI takes 0 for no answer.
-            return int(entry[len(prefix) :]) or DEFAULT_READ_LEASE_MS
+        if entry.startswith(prefix):
+            return parse_read_lease_ms(entry[len(prefix) :].decode(errors="replace"))
     return DEFAULT_READ_LEASE_MS
 
 
@@ -353,29 +330,3 @@ def _try_lock(descriptor: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def _open_log(path: Path) -> IO[bytes]:
-    """Opens a log of this user's to append to it.
-
-    Raises:
-        ConfigError: It cannot be opened.
-    """
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-    try:
-        return os.fdopen(os.open(path, flags, 0o600), "ab")
-    except OSError as error:
-        raise ConfigError(
-            f"log file {path} cannot be opened: {error.strerror}; name another one"
-        ) from error
-
-
-def _log_tail(path: Path | None) -> str:
-    """Returns the end of a log on one line, for a message."""
-    if path is None:
-        return ""
-    try:
-        text = path.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
-    except OSError:
-        return ""
-    return f"; {path} ends with: {' '.join(text.split())}" if text.strip() else f"; see {path}"

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options that every backend with a pool in the worker has."""
 
+from pathlib import Path
 from typing import Final
 
 import attrs
@@ -10,6 +11,8 @@ from umbp.errors import ConfigError
 from umbp.options import option
 
 DEFAULT_TOTAL_CAPACITY_BYTES: Final = 4 << 30
+
+_NODES: Final = Path("/sys/devices/system/node")
 
 
 @attrs.frozen(kw_only=True)
@@ -52,6 +55,18 @@ class PoolOptions:
             raise ConfigError(
                 f"option capacity_bytes is {self.capacity_bytes} and option total_capacity_bytes "
                 f"is {self.total_capacity_bytes}; remove one of them"
+            )
+
+    def require_numa_node(self) -> None:
+        """Refuses a node that this machine lacks; MORI would only log it, where nobody looks.
+
+        Raises:
+            ConfigError: It is lacking.
+        """
+        if self.numa_node is not None and not (_NODES / f"node{self.numa_node}").is_dir():
+            raise ConfigError(
+                f"option numa_node is {self.numa_node}, but {_NODES} has no such node; name one "
+                "that it has"
             )
 
     def resolve_capacity_bytes(self, rank_count: int, limits: MemoryLimits | None = None) -> int:

@@ -3,8 +3,7 @@
 
 import attrs
 
-from umbp.backends.mori_library import LOG_LEVELS
-from umbp.backends.mori_server import DEFAULT_READ_LEASE_MS
+from umbp.backends.mori_library import DEFAULT_READ_LEASE_MS, LOG_LEVELS
 from umbp.backends.server_address import ServerAddress, parse_address
 from umbp.errors import ConfigError
 from umbp.options import option

@@ -50,10 +50,11 @@ class ConnectorOptions:
         unit="ms",
         minimum=1,
     )
-    load_failure_quarantine_ms: int = option(
-        0,
+    load_failure_quarantine_ms: int | None = option(
+        None,
         help="Objects that failed to load are misses for every request for this long; 0 for the "
-        "one request only.",
+        "one request only. null: 30000 with backend `distributed`, which lists a dead node's "
+        "objects for as long; with the others of umbp 0.",
         unit="ms",
         minimum=0,
     )
@@ -139,6 +140,14 @@ class ConnectorConfig:
             socket_directory=_socket_directory(options.socket_dir),
         )
 
+    @property
+    def quarantine_ms(self) -> int:
+        """How long objects that failed to load are misses: as the user says, else the backend."""
+        chosen = self.options.load_failure_quarantine_ms
+        if chosen is None:
+            chosen = getattr(self.backend, "load_failure_quarantine_ms", 0)
+        return chosen
+
     def core_limits(
         self, *, unit_tokens: int, block_count: int, blocks_per_unit: float = 1.0
     ) -> CoreLimits:
@@ -150,7 +159,7 @@ class ConnectorConfig:
             rank_count=self.rank_count,
             lookup_timeout_s=options.lookup_timeout_ms / 1000,
             transfer_timeout_s=options.timeout_ms / 1000,
-            quarantine_s=options.load_failure_quarantine_ms / 1000,
+            quarantine_s=self.quarantine_ms / 1000,
             pinned_blocks_max=max(1, block_count * options.max_pinned_percent // 100),
         )
 

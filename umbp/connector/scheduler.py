@@ -313,7 +313,9 @@ class SchedulerSide:
 
     def counters(self) -> dict[str, int]:
         """Returns everything that was counted, by name."""
+        of_client = getattr(self._client, "counters", dict)
         return {
+            **of_client(),
             **self.core.counters.as_dict(),
             **self._bytes,
             "events_refused": self._refused_events,

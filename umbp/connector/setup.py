@@ -142,16 +142,29 @@ def open_worker_parts(
     device = vllm_config.device_config.device
     rank = vllm_config.parallel_config.rank
     on_cpu = device is None or device.type == "cpu"
+    device_index = None if on_cpu else torch.accelerator.current_device_index()
     site = WorkerSite(
         rank=rank,
         rank_count=config.rank_count,
         device_type=device.type if device is not None else "cpu",
-        device_index=None if on_cpu else torch.accelerator.current_device_index(),
+        device_index=device_index,
         instance=config.instance(keyspace),
         transfer_timeout_ms=config.options.timeout_ms,
+        physical_device_index=None if device_index is None else _physical_index(device_index),
     )
     pool = config.backend.open_worker(config.backend_options, site)
     return WorkerParts(config, keyspace, rank, pool)
+
+
+def _physical_index(device_index: int) -> int:
+    """Returns the index on the host of a device that this process sees."""
+    from vllm.platforms import current_platform
+
+    try:
+        return int(current_platform.visible_device_id_to_physical_device_id(device_index))
+    except ValueError:
+        # The environment names devices in a way that vLLM does not read, such as by a UUID.
+        return device_index
 
 
 class WorkerParts:

@@ -76,6 +76,13 @@ def test_lookup_waits_at_most_its_deadline_and_is_then_a_miss() -> None:
     assert bench.lookups.forgotten
 
 
+def test_counters_of_the_lookup_client_are_shown_beside_the_others() -> None:
+    bench = Bench()
+    before = bench.side.counters()
+    bench.lookups.counters = lambda: {"lookup_example": 7}  # type: ignore[attr-defined]
+    assert bench.side.counters() == {**before, "lookup_example": 7}
+
+
 def test_asynchronous_lookup_never_waits_and_asks_once() -> None:
     bench = Bench(lookup_async=True)
     bench.lookups.is_silent = True
