@@ -9,7 +9,7 @@ PROFILE ?= ci
 RUN := $(PYTHON) tools/run.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test prove demo sim bench needle check lint diagram docs clean
+.PHONY: help setup test prove faults demo sim bench needle check lint diagram docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/make \1\t\2/' | expand -t 16
@@ -22,6 +22,9 @@ test: check  ## set up, check, and run all tests in all environments at once (AR
 
 prove: setup  ## property tests, exhaustive search and mutants (PROFILE=nightly: 100,000 examples)
 	@$(RUN) --profile newest -- python tools/prove.py --profile $(PROFILE) $(ARGS)
+
+faults: setup  ## stop, kill and restart the servers of both shared modes under load (ARGS="--only ...")
+	@$(RUN) --profile mori -- python tests/faults/run_faults.py $(ARGS)
 
 demo: setup  ## set up and show an answer restored from offloaded KV (ARGS="--backend embedded")
 	@$(RUN) --profile best -- umbp demo $(ARGS)

@@ -238,7 +238,7 @@ def test_a_dead_rank_means_no_answer_and_the_next_question_finds_it_restarted(
     ranks[0].start()
     client.ask(make_question(2))
     assert blocks_of(one_answer(client)) == [[2], []]
-    assert client.counters.connections_rebuilt == 1
+    assert client.seen.connections_rebuilt == 1
 
 
 def test_a_rank_that_starts_after_the_client_is_found(
@@ -259,8 +259,8 @@ def test_a_late_answer_of_a_forgotten_question_is_dropped(
     client.forget(1)
     client.ask(make_question(2))
     assert one_answer(client).question_id == 2
-    assert client.counters.replies_dropped == 2
-    assert client.counters.connections_rebuilt == 0
+    assert client.seen.replies_dropped == 2
+    assert client.seen.connections_rebuilt == 0
 
 
 def test_forgetting_an_answer_that_waits_to_be_taken_drops_it(client: SocketLookupClient) -> None:
@@ -287,9 +287,9 @@ def test_a_silent_rank_is_connected_anew_and_its_open_questions_are_settled(
     client.ask(make_question(2))
     now_s += 0.02  # Question 1 is 60 ms old and past the timeout of 50 ms, question 2 is not.
     client.forget(1)
-    assert client.counters.connections_rebuilt == 0
+    assert client.seen.connections_rebuilt == 0
     client.ask(make_question(3))
-    assert client.counters.connections_rebuilt == 1
+    assert client.seen.connections_rebuilt == 1
     (settled,) = client.answers()
     assert settled.question_id == 2
     assert reason_of(settled) == "rank 0 was silent and was connected anew"
@@ -313,8 +313,8 @@ def test_a_late_reply_keeps_the_connection(make_client: MakeClient) -> None:
     client.forget(1)
     assert client._poller.poll(int(PATIENCE_S * 1000))  # The reply is there, nobody has read it.
     client.ask(make_question(2))
-    assert client.counters.connections_rebuilt == 0
-    assert client.counters.replies_dropped == 1
+    assert client.seen.connections_rebuilt == 0
+    assert client.seen.replies_dropped == 1
 
 
 def test_a_question_dropped_early_says_nothing_about_the_ranks(
@@ -324,7 +324,7 @@ def test_a_question_dropped_early_says_nothing_about_the_ranks(
     for question_id in range(5):
         client.ask(make_question(question_id))
         client.forget(question_id)
-    assert client.counters.connections_rebuilt == 0
+    assert client.seen.connections_rebuilt == 0
 
 
 def test_a_full_queue_is_an_answer_and_asking_never_waits(
@@ -415,8 +415,9 @@ def test_replies_that_nobody_asked_for_are_counted(
     fake.send_multipart([identity, good])
     assert blocks_of(one_answer(client)) == [[3], []]
     fake.send_multipart([identity, good])
-    wait_until(lambda: not client.answers() and client.counters.replies_dropped == 2)
-    assert client.counters.frames_dropped == 4
+    wait_until(lambda: not client.answers() and client.seen.replies_dropped == 2)
+    assert client.seen.frames_dropped == 4
+    assert client.counters()["lookup_frames_dropped"] == 4
 
 
 def test_a_second_reply_of_one_rank_stands_for_no_other_rank(
@@ -433,6 +434,6 @@ def test_a_second_reply_of_one_rank_stands_for_no_other_rank(
     identity, _ = fake.recv_multipart()
     for _ in range(2):
         fake.send_multipart([identity, encode_reply(Reply(PROTOCOL, 1, 1, (b"\xff\xf0", b"\xff")))])
-    wait_until(lambda: client.answers() == [] and client.counters.replies_dropped == 1)
+    wait_until(lambda: client.answers() == [] and client.seen.replies_dropped == 1)
     release.set()
     assert blocks_of(one_answer(client)) == [[], []]

@@ -84,7 +84,7 @@ class SocketLookupClient:
     """A ``LookupClient`` for pools that live in the workers. Used by one thread.
 
     Attributes:
-        counters: What the client has seen.
+        seen: What went wrong so far.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class SocketLookupClient:
             raise UsageError("a lookup needs the socket path of at least one rank, got none")
         for directory in {path.parent for path in paths}:
             private_directory(directory)
-        self.counters = LookupClientCounters()
+        self.seen = LookupClientCounters()
         self._namespace = namespace
         self._timeout_s = lookup_timeout_ms / 1000
         self._queue_limit = queue_limit
@@ -172,6 +172,10 @@ class SocketLookupClient:
             if self._ranks[index].heard_s < question.asked_s:
                 self._ranks[index].is_silent = True
 
+    def counters(self) -> dict[str, int]:
+        """Returns what went wrong so far, for the connector's counters."""
+        return {f"lookup_{name}": count for name, count in attrs.asdict(self.seen).items()}
+
     def close(self) -> None:
         """Closes the connections and drops all questions. Idempotent."""
         if self._is_closed:
@@ -212,17 +216,17 @@ class SocketLookupClient:
                 if len(frames) == 1:
                     self._take(rank, frames[0])
                 else:
-                    self.counters.frames_dropped += 1
+                    self.seen.frames_dropped += 1
 
     def _take(self, rank: _Rank, frame: bytes) -> None:
         try:
             envelope = decode_envelope(frame)
         except MessageError:
-            self.counters.frames_dropped += 1
+            self.seen.frames_dropped += 1
             return
         question = self._open.get(envelope.question_id)
         if question is None or rank.index not in question.waiting:
-            self.counters.replies_dropped += 1
+            self.seen.replies_dropped += 1
             return
         try:
             masks = _masks(rank, question, envelope, frame)
@@ -257,7 +261,7 @@ class SocketLookupClient:
         rank.socket.close(linger=0)
         rank.socket = self._connect(rank.path)
         rank.is_silent = False
-        self.counters.connections_rebuilt += 1
+        self.seen.connections_rebuilt += 1
         # Their replies can only come to the connection that is gone.
         for question in list(self._open.values()):
             if rank.index in question.waiting:
