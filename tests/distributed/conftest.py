@@ -14,7 +14,7 @@ from typing import Any
 import node_calls
 import pytest
 from masters import Master
-from peer_process import PeerProcess, start_fork_server
+from peer_process import PeerProcess, preload_peers
 
 HERE = Path(__file__).parent
 
@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def fork_server() -> None:
     if importlib.util.find_spec("mori") is None and os.environ.get("UMBP_REQUIRE_MORI") != "1":
         pytest.skip("MORI is not installed")
-    start_fork_server()
+    preload_peers()
     peer = PeerProcess({})
     problem = peer.run(node_calls.mori_problem)
     peer.kill()

@@ -7,7 +7,6 @@ that (``multiprocessing``'s fork server). What an engine prints goes to a file.
 """
 
 import multiprocessing
-import multiprocessing.forkserver
 import os
 import signal
 import sys
@@ -20,6 +19,7 @@ from typing import Any, Final
 
 import attrs
 from engine import ENVIRONMENT, Engine, EngineSettings
+from fork_server import start_fork_server
 
 _PRELOADED: Final = [
     "vllm",
@@ -154,10 +154,10 @@ class Engines:
         self.models = folder / "models"
         self._kept: OrderedDict[str, EngineProcess] = OrderedDict()
         self._others: list[EngineProcess] = []
-        _start_fork_server()
 
     def process(self) -> EngineProcess:
         """Starts a process without an engine."""
+        _start_fork_server()
         process = EngineProcess(self._folder / f"process-{len(self._others)}.log")
         self._others.append(process)
         return process
@@ -226,14 +226,7 @@ def _come_to_rest(engine: Engine) -> tuple[list[str], dict[str, int]]:
 
 def _start_fork_server() -> None:
     # vLLM reads its environment when it is imported.
-    before = dict(os.environ)
-    os.environ.update(ENVIRONMENT)
-    try:
-        _context.set_forkserver_preload(_PRELOADED)
-        multiprocessing.forkserver.ensure_running()
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    start_fork_server(_PRELOADED, ENVIRONMENT)
 
 
 def _serve(connection: Connection, log_path: Path) -> None:

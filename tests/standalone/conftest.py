@@ -13,7 +13,7 @@ from typing import Any
 
 import peer_pool
 import pytest
-from peer_process import start_fork_server
+from peer_process import preload_peers
 from peers import Peer, Server
 
 HERE = Path(__file__).parent
@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def fork_server() -> None:
     if importlib.util.find_spec("mori") is None and os.environ.get("UMBP_REQUIRE_MORI") != "1":
         pytest.skip("MORI is not installed")
-    start_fork_server()
+    preload_peers()
     peer = Peer()
     problem = peer.run(peer_pool.mori_problem)
     peer.kill()

@@ -6,7 +6,6 @@ they first need it. A process that is killed takes its pool with it, as an engin
 """
 
 import multiprocessing
-import multiprocessing.forkserver
 import os
 import signal
 import time
@@ -14,6 +13,8 @@ import traceback
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any, Final
+
+from fork_server import start_fork_server
 
 PATIENCE_S: Final = 60.0
 _PRELOADED: Final = [
@@ -29,10 +30,9 @@ _PRELOADED: Final = [
 _context = multiprocessing.get_context("forkserver")
 
 
-def start_fork_server() -> None:
+def preload_peers() -> None:
     """Starts the process that peers are forked from."""
-    _context.set_forkserver_preload(_PRELOADED)
-    multiprocessing.forkserver.ensure_running()
+    start_fork_server(_PRELOADED, {})
 
 
 class PeerError(AssertionError):
@@ -47,6 +47,7 @@ class PeerProcess:
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
+        preload_peers()
         self._connection, theirs = _context.Pipe()
         self._process = _context.Process(
             target=_serve, args=(theirs, dict(environment)), daemon=True
