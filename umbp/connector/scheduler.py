@@ -175,15 +175,16 @@ class SchedulerSide:
 
     def admitted(self, request: Any, block_ids: Sequence[Sequence[int]], external: int) -> None:
         """Answers ``update_state_after_alloc``."""
-        context = self.core.requests.get(request.request_id)
+        request_id = request.request_id
+        if external == 0:
+            self._bound.room.leave(request_id)
+        context = self.core.requests.get(request_id)
         if context is None:
             return
-        request_id = request.request_id
         if external == 0:
             # How many tokens it begins with, vLLM says only once the step is planned: its own hit
             # may end inside a block, which it does not mention when it asks.
             self._admitted.append(request)
-            self._bound.room.leave(request_id)
             return
         begin, end = self._local_tokens, self._local_tokens + external
         parts = self._load_parts(context, block_ids, begin, end)
@@ -236,10 +237,10 @@ class SchedulerSide:
 
     def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
         """Answers ``request_finished_all_groups``."""
+        self._bound.room.leave(request.request_id)
         context = self.core.requests.get(request.request_id)
         if context is None:
             return
-        self._bound.room.leave(request.request_id)
         if self._save_decode_cache and context.request_id in self.core.filling:
             self._give_if(self._bound.planner.filled_at_end(context, block_ids))
         self._give(RequestFinished(request.request_id))

@@ -102,3 +102,19 @@ def test_state_goes_on_in_blocks_of_its_own() -> None:
     room.leave("a")
     room.leave("b")
     assert not room.is_short(third)
+
+
+def test_a_request_that_the_core_has_forgotten_leaves_its_room_too() -> None:
+    for end in ("finish", "start"):
+        bench, first, second = two_requests(9)
+        table = admit(bench, first)
+        bench.answer(bench.idle_step().loads[0].job_id)
+        bench.now_s = 1e6
+        bench.idle_step()
+        assert bench.core.requests == {}
+        assert bench.side.matched_tokens(second, 0) == (None, False)
+        if end == "finish":
+            bench.side.finished(first, (table,))
+        else:
+            bench.side.admitted(first, (table,), 0)
+        assert bench.side.matched_tokens(second, 0) == (32, True)
