@@ -6,7 +6,9 @@ a change is judged by the change alone; ``dev`` is it elsewhere. ``UMBP_PURE_TES
 tests marked ``pure``, for environments beside another one that runs them.
 """
 
+import logging
 import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import Phase, settings
@@ -23,6 +25,19 @@ settings.register_profile("nightly", settings.get_profile("dev"), max_examples=2
 settings.load_profile(
     os.environ.get("UMBP_HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") == "true" else "dev")
 )
+
+
+@pytest.fixture(scope="module")
+def quiet_simulation() -> Iterator[None]:
+    """Silences vLLM and umbp while a module's simulations run, and leaves loggers as they were."""
+    from umbp.sim.driver import quiet
+
+    loggers = [logging.getLogger(name) for name in ("vllm", "umbp")]
+    levels = [logger.level for logger in loggers]
+    quiet()
+    yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,8 +5,6 @@ runtime, ROCm's or the stand-in.
 Where ``UMBP_REQUIRE_MORI`` is 1 they fail when MORI cannot be loaded; elsewhere they are skipped.
 """
 
-import importlib.util
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from typing import Any
 import node_calls
 import pytest
 from masters import Master
-from peer_process import PeerProcess, preload_peers
+from peer_process import PeerProcess, require_mori
 
 HERE = Path(__file__).parent
 
@@ -27,16 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def fork_server() -> None:
-    if importlib.util.find_spec("mori") is None and os.environ.get("UMBP_REQUIRE_MORI") != "1":
-        pytest.skip("MORI is not installed")
-    preload_peers()
-    peer = PeerProcess({})
-    problem = peer.run(node_calls.mori_problem)
-    peer.kill()
-    if problem is not None and os.environ.get("UMBP_REQUIRE_MORI") == "1":
-        pytest.fail(f"UMBP_REQUIRE_MORI is 1, but {problem}", pytrace=False)
-    if problem is not None:
-        pytest.skip(problem)
+    require_mori(node_calls.mori_problem)
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ class Hybrid:
     block_tokens: int
 
 
-_ALIGNED: Final = {
+ALIGNED: Final = {
     "block_size": None,
     "dtype": "bfloat16",
     "mamba_cache_mode": "align",
@@ -37,14 +37,14 @@ _ALIGNED: Final = {
 }
 QWEN: Final = Hybrid(
     "qwen_next",
-    _ALIGNED | {"num_gpu_blocks_override": 64},
+    ALIGNED | {"num_gpu_blocks_override": 64},
     (15, 17, 303, 304, 305, 639, 640, 641, 657, 1279, 1280, 1281, 1500),
     (0, 1, 2),
     640,
 )
 LFM: Final = Hybrid(
     "lfm",
-    _ALIGNED | {"num_gpu_blocks_override": 256},
+    ALIGNED | {"num_gpu_blocks_override": 256},
     (17, 111, 113, 127, 128, 129, 145, 255, 256, 257, 305),
     (0, 1, 2),
     128,

@@ -14,6 +14,7 @@ import attrs
 import pytest
 from engine import EngineSettings, full_blocks, prompt
 from engine_process import EngineProcess, Engines
+from hybrids import ALIGNED
 from masters import Master
 
 pytestmark = pytest.mark.mori
@@ -129,15 +130,7 @@ def test_a_killed_master_costs_no_answer_and_a_new_one_is_used(
 
 
 def test_a_hybrid_model_s_state_is_restored_too(engines: Engines, settings: EngineSettings) -> None:
-    hybrid = {
-        "block_size": None,
-        "dtype": "bfloat16",
-        "mamba_cache_mode": "align",
-        "prefix_match_unit": 16,
-        "max_model_len": 2048,
-        "max_num_batched_tokens": 2048,
-    }
-    engine = engines.start(attrs.evolve(settings, model="qwen_next", arguments=hybrid))
+    engine = engines.start(attrs.evolve(settings, model="qwen_next", arguments=ALIGNED))
     tokens = prompt(1281, seed=916)
     try:
         cold = engine.answer(tokens)

@@ -13,6 +13,7 @@ import attrs
 import pytest
 from engine import Engine, EngineSettings, full_blocks, prompt
 from engine_process import EngineProcess, Engines
+from hybrids import ALIGNED
 
 from umbp.backends.server_address import ServerAddress, parse_address
 
@@ -22,14 +23,6 @@ CAPACITY_BYTES: Final = 64 << 20
 SHARING: Final = {"UMBP_HIP_HOST_DEVICES": "1", "UMBP_HIP_HOST_REMAP": "1"}
 """Lets the stand-in HIP runtime pass KV memory for a device's."""
 
-_HYBRID: Final[dict[str, Any]] = {
-    "block_size": None,
-    "dtype": "bfloat16",
-    "mamba_cache_mode": "align",
-    "prefix_match_unit": 16,
-    "max_model_len": 2048,
-    "max_num_batched_tokens": 2048,
-}
 _M_MMAP_THRESHOLD: Final = -3
 _MMAP_BYTES: Final = 128 * 1024
 _TIMEOUT_MS: Final = 500
@@ -106,7 +99,7 @@ def test_what_one_engine_stores_another_restores(
 def test_a_hybrid_model_s_state_is_shared_too(
     engines: Engines, address: ServerAddress, pair: tuple[EngineProcess, EngineProcess]
 ) -> None:
-    chosen = attrs.evolve(settings(address, "qwen_next"), arguments=_HYBRID)
+    chosen = attrs.evolve(settings(address, "qwen_next"), arguments=ALIGNED)
     first, second = start(engines, chosen), start(engines, chosen)
     tokens = prompt(1281, seed=904)
     cold = first.answer(tokens)

@@ -7,19 +7,18 @@ each load and each job is answered once; nothing from before a reset comes back;
 assertions hold; and once faults stop everything ends and nothing is left.
 """
 
-import logging
-from collections.abc import Iterator
-
 import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from umbp.sim.actions import Action, ActionKind, apply
-from umbp.sim.driver import quiet, run, run_random, settle
+from umbp.sim.driver import run, run_random, settle
 from umbp.sim.engine import SimEngine
 from umbp.sim.models import EngineOptions, ModelKind, hybrid_may_run_ahead, sim_model
 from umbp.sim.site import SimWorld
+
+pytestmark = pytest.mark.usefixtures("quiet_simulation")
 
 BLOCKS = {ModelKind.DENSE: (17, 40), ModelKind.HYBRID: (18, 40), ModelKind.WINDOW: (30, 44)}
 EXAMPLES = settings.default.max_examples
@@ -48,16 +47,6 @@ def engine_options(draw: st.DrawFn) -> EngineOptions:
         max_pinned_percent=draw(st.sampled_from((50, 100))),
         serialize=draw(st.booleans()),
     )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quiet() -> Iterator[None]:
-    loggers = [logging.getLogger(name) for name in ("vllm", "umbp")]
-    levels = [logger.level for logger in loggers]
-    quiet()
-    yield
-    for logger, level in zip(loggers, levels, strict=True):
-        logger.setLevel(level)
 
 
 @settings(max_examples=MANY_EXAMPLES)

@@ -4,8 +4,6 @@
 Where ``UMBP_REQUIRE_MORI`` is 1 they fail when MORI cannot be loaded; elsewhere they are skipped.
 """
 
-import importlib.util
-import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import Any
 
 import peer_pool
 import pytest
-from peer_process import preload_peers
+from peer_process import require_mori
 from peers import Peer, Server
 
 HERE = Path(__file__).parent
@@ -27,16 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def fork_server() -> None:
-    if importlib.util.find_spec("mori") is None and os.environ.get("UMBP_REQUIRE_MORI") != "1":
-        pytest.skip("MORI is not installed")
-    preload_peers()
-    peer = Peer()
-    problem = peer.run(peer_pool.mori_problem)
-    peer.kill()
-    if problem is not None and os.environ.get("UMBP_REQUIRE_MORI") == "1":
-        pytest.fail(f"UMBP_REQUIRE_MORI is 1, but {problem}", pytrace=False)
-    if problem is not None:
-        pytest.skip(problem)
+    require_mori(peer_pool.mori_problem)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ What MORI and the HIP runtime read from the environment, they read once in a pro
 they first need it. A process that is killed takes its pool with it, as an engine's does.
 """
 
+import importlib.util
 import multiprocessing
 import os
 import signal
@@ -14,6 +15,7 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
+import pytest
 from fork_server import start_fork_server
 
 PATIENCE_S: Final = 60.0
@@ -30,9 +32,22 @@ _PRELOADED: Final = [
 _context = multiprocessing.get_context("forkserver")
 
 
-def preload_peers() -> None:
-    """Starts the process that peers are forked from."""
-    start_fork_server(_PRELOADED, {})
+def require_mori(problem_of: Callable[[], str | None]) -> None:
+    """Skips the tests of a folder that MORI cannot be loaded for, or fails where it must be.
+
+    Args:
+        problem_of: Says in a peer why MORI cannot be loaded; None if it can.
+    """
+    is_required = os.environ.get("UMBP_REQUIRE_MORI") == "1"
+    if importlib.util.find_spec("mori") is None and not is_required:
+        pytest.skip("MORI is not installed")
+    peer = PeerProcess({})
+    problem = peer.run(problem_of)
+    peer.kill()
+    if problem is not None and is_required:
+        pytest.fail(f"UMBP_REQUIRE_MORI is 1, but {problem}", pytrace=False)
+    if problem is not None:
+        pytest.skip(problem)
 
 
 class PeerError(AssertionError):
@@ -47,7 +62,7 @@ class PeerProcess:
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        preload_peers()
+        start_fork_server(_PRELOADED, {})
         self._connection, theirs = _context.Pipe()
         self._process = _context.Process(
             target=_serve, args=(theirs, dict(environment)), daemon=True

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs of the simulator: they balance, come to rest whatever goes wrong, and find what is wrong."""
 
-import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from umbp.errors import ConfigError
-from umbp.sim.driver import quiet
 from umbp.sim.memory import OracleError, StoredPage
 from umbp.sim.models import ModelKind
 from umbp.sim.plan import SimPlan
@@ -18,17 +16,9 @@ from umbp.sim.store import SimStore
 from umbp.sim.summary import as_json, tallies, total
 from umbp.sim.traffic import Traffic
 
+pytestmark = pytest.mark.usefixtures("quiet_simulation")
+
 TRAFFIC = Traffic(conversations=16, rate_per_s=16.0)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quiet() -> Iterator[None]:
-    loggers = [logging.getLogger(name) for name in ("vllm", "umbp")]
-    levels = [logger.level for logger in loggers]
-    quiet()
-    yield
-    for logger, level in zip(loggers, levels, strict=True):
-        logger.setLevel(level)
 
 
 def simulate(*faults: str, **plan: Any) -> SimRun:

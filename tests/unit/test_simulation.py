@@ -1,30 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The simulation itself: it repeats itself, shares objects, and can find what is wrong."""
 
-import logging
-from collections.abc import Iterator
-
 import attrs
 import pytest
 
-from umbp.sim.driver import quiet, run_random, settle
+from umbp.sim.driver import run_random, settle
 from umbp.sim.engine import SimEngine
 from umbp.sim.faults import CALM, TransferFault
 from umbp.sim.memory import OracleError
 from umbp.sim.models import EngineOptions, ModelKind, sim_model
 from umbp.sim.site import SimWorld
 
+pytestmark = pytest.mark.usefixtures("quiet_simulation")
+
 PROMPT = list(range(34))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quiet() -> Iterator[None]:
-    loggers = [logging.getLogger(name) for name in ("vllm", "umbp")]
-    levels = [logger.level for logger in loggers]
-    quiet()
-    yield
-    for logger, level in zip(loggers, levels, strict=True):
-        logger.setLevel(level)
 
 
 def world_of(kind: ModelKind = ModelKind.DENSE, **options: object) -> SimWorld:
