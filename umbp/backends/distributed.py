@@ -17,7 +17,7 @@ The master may be stopped or die at any time:
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 import attrs
 
@@ -47,13 +47,13 @@ from umbp.backends.mori_node import (
     join_to_ask,
     plan_node,
 )
+from umbp.backends.mori_options import require_device
 from umbp.backends.mori_probe import prove_transfers
 from umbp.backends.transfer_lanes import TransferLanes
-from umbp.errors import BackendError, BackendUnavailable, ConfigError
+from umbp.errors import BackendError, BackendUnavailable
 
 logger = logging.getLogger(__name__)
 
-_DEVICE_TYPES: Final = ("cpu", "cuda")
 _Move = Callable[[TransferPart, GroupColumns], Moved]
 
 
@@ -232,11 +232,7 @@ class DistributedBackend:
             ConfigError: The device is not one that MORI moves, or the capacity is not there.
             BackendUnavailable: MORI, or a library that it needs, is missing.
         """
-        if site.device_type not in _DEVICE_TYPES:
-            raise ConfigError(
-                f"backend distributed does not move memory of device type {site.device_type!r}, "
-                f"only {' and '.join(_DEVICE_TYPES)} (ROCm): choose backend memory"
-            )
+        require_device("distributed", site)
         options.require_numa_node()
         capacity_bytes = options.resolve_capacity_bytes(site.rank_count)
         library = load_mori(options.log_level, default_read_lease_ms=READ_LEASE_MS)

@@ -4,7 +4,7 @@
 import attrs
 
 from umbp.backends.master_address import PORT_MAX, MasterAddress, parse_master_address
-from umbp.backends.mori_library import LOG_LEVELS
+from umbp.backends.mori_options import log_level_option, put_retries_option
 from umbp.backends.pool_options import PoolOptions
 from umbp.errors import ConfigError
 from umbp.options import REQUIRED, option
@@ -68,18 +68,8 @@ class DistributedOptions(PoolOptions):
         unit="ms",
         minimum=100,
     )
-    put_retries: int = option(
-        1,
-        help="How often an object that found no room is tried again.",
-        minimum=0,
-        maximum=16,
-    )
-    log_level: str | None = option(
-        None,
-        help="Log level of MORI, which logs to standard output; null leaves it to the environment "
-        "variable MORI_UMBP_LOG_LEVEL. The first pool of a process decides.",
-        choices=LOG_LEVELS,
-    )
+    put_retries: int = put_retries_option()
+    log_level: str | None = log_level_option()
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()

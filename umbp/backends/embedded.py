@@ -37,7 +37,12 @@ from umbp.backends.mori_client import (
 )
 from umbp.backends.mori_columns import GroupColumns, group_columns
 from umbp.backends.mori_jobs import move_job
-from umbp.backends.mori_library import LOG_LEVELS, MoriLibrary, load_mori
+from umbp.backends.mori_library import MoriLibrary, load_mori
+from umbp.backends.mori_options import (
+    log_level_option,
+    put_retries_option,
+    require_device,
+)
 from umbp.backends.mori_pages import PoolPlan, plan_pool
 from umbp.backends.mori_probe import prove_transfers
 from umbp.backends.pool_options import PoolOptions
@@ -46,7 +51,6 @@ from umbp.options import option
 
 logger = logging.getLogger(__name__)
 
-_DEVICE_TYPES: Final = ("cpu", "cuda")
 _READ_LEASE_MS: Final = 1
 """The shortest that MORI takes (0 is its default, 500). The client keeps gets and puts apart, so no
 get needs the lease; and while it holds, eviction takes the newest objects instead of the oldest."""
@@ -90,18 +94,8 @@ class EmbeddedOptions(PoolOptions):
         help="Ask MORI to back the pool by shared memory. MORI 1.2.4 accepts that and keeps the "
         "pool in private memory all the same.",
     )
-    put_retries: int = option(
-        1,
-        help="How often an object that found no room is tried again.",
-        minimum=0,
-        maximum=16,
-    )
-    log_level: str | None = option(
-        None,
-        help="Log level of MORI, which logs to standard output; null leaves it to the environment "
-        "variable MORI_UMBP_LOG_LEVEL. The first pool of a process decides.",
-        choices=LOG_LEVELS,
-    )
+    put_retries: int = put_retries_option()
+    log_level: str | None = log_level_option()
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
@@ -291,11 +285,7 @@ class EmbeddedBackend:
             ConfigError: The device is not one that MORI moves, or the capacity is not there.
             BackendUnavailable: MORI, or a library that it needs, is missing.
         """
-        if site.device_type not in _DEVICE_TYPES:
-            raise ConfigError(
-                f"backend embedded does not move memory of device type {site.device_type!r}, only "
-                f"{' and '.join(_DEVICE_TYPES)} (ROCm): choose backend memory"
-            )
+        require_device("embedded", site)
         options.require_numa_node()
         capacity_bytes = options.resolve_capacity_bytes(site.rank_count)
         library = load_mori(options.log_level, default_read_lease_ms=_READ_LEASE_MS)

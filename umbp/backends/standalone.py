@@ -40,6 +40,7 @@ from umbp.backends.mori_jobs import move_job
 from umbp.backends.mori_library import MoriLibrary, hip_device_count, load_mori
 from umbp.backends.mori_link import LinkedClient, MoriLink
 from umbp.backends.mori_lookup import MoriLookup
+from umbp.backends.mori_options import DEVICE_TYPES, require_device
 from umbp.backends.mori_server import (
     ServerSettings,
     ensure_started,
@@ -54,7 +55,6 @@ from umbp.errors import BackendError, BackendUnavailable, ConfigError
 
 logger = logging.getLogger(__name__)
 
-_DEVICE_TYPES: Final = ("cpu", "cuda")
 _BYTES_PER_PUT: Final = 16 << 20
 """A put finds only the room that eviction has left free, which a client cannot know. This is the
 room in a pool of 160 MiB with MORI's watermarks; larger objects go one at a time."""
@@ -195,7 +195,7 @@ class StandalonePool:
 
 
 def _require_devices(memory: KVMemory) -> None:
-    if any(region.device_type not in _DEVICE_TYPES for region in memory.regions):
+    if any(region.device_type not in DEVICE_TYPES for region in memory.regions):
         kinds = sorted({region.device_type for region in memory.regions})
         raise BackendError(f"MORI does not move memory of device type {', '.join(kinds)}")
     if not hip_device_count():
@@ -240,11 +240,7 @@ class StandaloneBackend:
                 to others.
             BackendUnavailable: MORI is missing, or no server listens.
         """
-        if site.device_type not in _DEVICE_TYPES:
-            raise ConfigError(
-                f"backend standalone does not move memory of device type {site.device_type!r}, "
-                f"only {' and '.join(_DEVICE_TYPES)} (ROCm): choose backend memory"
-            )
+        require_device("standalone", site)
         library = load_mori(options.log_level)
         _find_server(options)
         return StandalonePool(options, site, library)

@@ -3,7 +3,8 @@
 
 import attrs
 
-from umbp.backends.mori_library import DEFAULT_READ_LEASE_MS, LOG_LEVELS
+from umbp.backends.mori_library import DEFAULT_READ_LEASE_MS
+from umbp.backends.mori_options import log_level_option, put_retries_option
 from umbp.backends.server_address import ServerAddress, parse_address
 from umbp.errors import ConfigError
 from umbp.options import option
@@ -52,19 +53,8 @@ class StandaloneOptions:
     queue_limit: int = option(
         4096, help="Transfers that may wait on each rank; more are not attempted.", minimum=1
     )
-    put_retries: int = option(
-        1,
-        help="How often an object that found no room is tried again.",
-        minimum=0,
-        maximum=16,
-    )
-    log_level: str | None = option(
-        None,
-        help="Log level of MORI, which logs to standard output; null leaves it to the environment "
-        "variable MORI_UMBP_LOG_LEVEL. The first pool of a process decides. With auto_start, the "
-        "server's too.",
-        choices=LOG_LEVELS,
-    )
+    put_retries: int = put_retries_option()
+    log_level: str | None = log_level_option(" With auto_start, the server's too.")
 
     def __attrs_post_init__(self) -> None:
         self.server_address()
