@@ -1,31 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process that others are forked from, with modules loaded and an environment of its own.
+"""Processes that others are forked from, each with modules loaded and an environment of its own.
 
 ``multiprocessing`` has one such process. Tests of engines and tests of MORI's modes want different
-ones, so whoever starts one ends the other's; processes that were forked from that live on.
+ones, and each is asked for again while processes of the other live.
 """
 
 import multiprocessing.forkserver
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
-_started: list[Any] = []
+# Neither has a public name, and there is no other way to have two servers.
+_ForkServer: Final = multiprocessing.forkserver.ForkServer
+_server: Final = multiprocessing.forkserver._forkserver
+
+_set_aside: Final[dict[str, dict[str, Any]]] = {}
+_current: list[str] = []
 
 
 def start_fork_server(preloaded: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Makes the fork server be one with these modules and variables.
+    """Makes the fork server be the one with these modules and variables; starts it at first.
+
+    The one that it was before is set aside, not stopped: to stop a server is to wait until every
+    process that was forked from it has ended.
 
     Args:
         preloaded: Modules that it imports.
         environment: Variables that it has beside those of the tests.
     """
-    wanted = [list(preloaded), dict(environment)]
-    if _started == wanted:
-        multiprocessing.forkserver.ensure_running()
-        return
-    # Without a public name, and the only way to have another one.
-    multiprocessing.forkserver._forkserver._stop()
+    wanted = repr((list(preloaded), sorted(environment.items())))
+    if _current != [wanted]:
+        if _current:
+            _set_aside[_current.pop()] = _state_of(_server)
+        vars(_server).update(_set_aside.pop(wanted, None) or _state_of(_ForkServer()))
+        _current.append(wanted)
     before = dict(os.environ)
     os.environ.update(environment)
     try:
@@ -34,4 +42,7 @@ def start_fork_server(preloaded: Sequence[str], environment: Mapping[str, str]) 
     finally:
         os.environ.clear()
         os.environ.update(before)
-    _started[:] = wanted
+
+
+def _state_of(server: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(server).items() if name != "_lock"}
