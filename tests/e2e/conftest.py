@@ -31,6 +31,13 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     engines.close()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_engines_left(engines: Engines) -> Iterator[None]:
+    """Ends the engines that a module has started for itself, after its own fixtures have ended."""
+    yield
+    engines.end_started()
+
+
 @pytest.fixture(scope="session")
 def mori_problem(engines: Engines) -> str | None:
     """Says why MORI cannot be loaded; found out elsewhere, since it stays loaded."""

@@ -154,11 +154,13 @@ class Engines:
         self.models = folder / "models"
         self._kept: OrderedDict[str, EngineProcess] = OrderedDict()
         self._others: list[EngineProcess] = []
+        self._count = 0
 
     def process(self) -> EngineProcess:
         """Starts a process without an engine."""
         _start_fork_server()
-        process = EngineProcess(self._folder / f"process-{len(self._others)}.log")
+        self._count += 1
+        process = EngineProcess(self._folder / f"process-{self._count}.log")
         self._others.append(process)
         return process
 
@@ -171,7 +173,7 @@ class Engines:
             EngineError: It did not start.
         """
         process = self.process()
-        options = {"lookup_instance": f"engine-{len(self._others)}", **settings.options}
+        options = {"lookup_instance": f"engine-{self._count}", **settings.options}
         process.start(attrs.evolve(settings, options=options), self.models)
         return process
 
@@ -204,10 +206,21 @@ class Engines:
             self._kept.pop(key).close()
         return problems
 
+    def end_started(self) -> None:
+        """Ends the processes that ``start`` and ``process`` made, but not those that are kept.
+
+        Idle engines are not free: the loops of vLLM's process groups wake up all the time.
+        """
+        kept = list(self._kept.values())
+        for process in self._others:
+            if process not in kept:
+                process.close()
+        self._others = kept
+
     def close(self) -> None:
         """Ends all processes."""
-        for process in self._others:
-            process.close()
+        self._kept.clear()
+        self.end_started()
 
 
 def load_mori(_: Engine | None) -> None:
