@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the samples of ``gpu_restore`` say: a table, and the ratios that are judged."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+PEERS = ("SimpleCPUOffload", "Offloading")
+RESTORE_MAX = 0.9
+"""Of the best peer's time."""
+COLD_MAX = 1.01
+"""Of the time without offload."""
+GAP_MAX = 1.05
+"""Of the 99th percentile while the same prompts arrive and are prefix hits."""
+
+
+def median_s(record: Mapping[str, Any], name: str, field: str) -> float:
+    """Returns the median of a field over the rounds of an engine."""
+    return statistics.median(sample[field] for sample in record["samples"][name])
+
+
+def quartiles_s(record: Mapping[str, Any], name: str, field: str) -> tuple[float, float]:
+    """Returns the first and the third quartile."""
+    values = [sample[field] for sample in record["samples"][name]]
+    if len(values) < 2:
+        return values[0], values[0]
+    first, _, third = statistics.quantiles(values, n=4)
+    return first, third
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Returns the least value that is at least as large as this share of all."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def is_restored(record: Mapping[str, Any], name: str) -> bool:
+    """Says whether an engine restored as much as its prefix cache had, in every round."""
+    return all(
+        sample["restored_cached"] >= sample["hit_cached"] > 0 for sample in record["samples"][name]
+    )
+
+
+def ratios(record: Mapping[str, Any]) -> dict[str, float]:
+    """Returns every ratio that is judged and can be computed, by name."""
+    found: dict[str, float] = {}
+    names = record["samples"]
+    ours = "umbp memory"
+    if ours not in names:
+        return found
+    peers = [name for name in PEERS if name in names and is_restored(record, name)]
+    if peers:
+        best = min(median_s(record, name, "restored_s") for name in peers)
+        found["restore, of the best peer"] = median_s(record, ours, "restored_s") / best
+    if "none" in names:
+        without = median_s(record, "none", "cold_s")
+        found["cold prefill with stores, of without"] = median_s(record, ours, "cold_s") / without
+    gaps = record["gaps"].get(ours, {})
+    if gaps.get("restores") and gaps.get("hits"):
+        found["99th percentile of gaps, restores of hits"] = percentile(
+            gaps["restores"], 0.99
+        ) / percentile(gaps["hits"], 0.99)
+    return found
+
+
+def failures(record: Mapping[str, Any]) -> list[str]:
+    """Returns a line for every judged ratio that is missed."""
+    limits = (RESTORE_MAX, COLD_MAX, GAP_MAX)
+    found = ratios(record)
+    names = (
+        "restore, of the best peer",
+        "cold prefill with stores, of without",
+        "99th percentile of gaps, restores of hits",
+    )
+    missed = [
+        f"{name}: {found[name]:.3f}, at most {limit}"
+        for name, limit in zip(names, limits, strict=True)
+        if name in found and found[name] > limit
+    ]
+    missed += [
+        f"{name} did not restore all that its prefix cache had"
+        for name in record["samples"]
+        if name.startswith("umbp") and not is_restored(record, name)
+    ]
+    return missed
+
+
+def print_report(record: Mapping[str, Any]) -> None:
+    """Prints a row for each engine, and the ratios."""
+    table = Table(title=f"{record['prompt_tokens']} tokens, milliseconds: median (quartiles)")
+    table.add_column("engine")
+    fields = {"cold": "cold_s", "prefix hit": "hit_s", "restored": "restored_s"}
+    for title in (*fields, "tokens restored", "gaps p99: quiet", "with hits", "with restores"):
+        table.add_column(title, justify="right")
+    for name, samples in record["samples"].items():
+        cells = []
+        for field in fields.values():
+            first, third = quartiles_s(record, name, field)
+            middle = median_s(record, name, field)
+            cells.append(f"{middle * 1e3:.1f} ({first * 1e3:.1f}..{third * 1e3:.1f})")
+        cells.append(str(min(sample["restored_cached"] for sample in samples)))
+        gaps = record["gaps"].get(name, {})
+        for kind in ("quiet", "hits", "restores"):
+            taken = gaps.get(kind)
+            cells.append(f"{percentile(taken, 0.99) * 1e3:.2f}" if taken else "")
+        table.add_row(name, *cells)
+    console = Console(width=140)
+    console.print(table)
+    for name, ratio in ratios(record).items():
+        console.print(f"{name}: {ratio:.3f}")
