@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The part of HIP's public interface that the stand-in offers, as its callers see it.
+ * The part of HIP's public interface that the stand-in offers, as its callers see it. The library
+ * beside it, hip_cuda, offers the same.
  *
  * Numbers and layouts are those of ROCm 7's binary interface. Only what is used is declared.
  */
@@ -14,12 +15,14 @@ typedef enum {
     HIP_SUCCESS = 0,
     HIP_ERROR_INVALID_VALUE = 1,
     HIP_ERROR_OUT_OF_MEMORY = 2,
+    HIP_ERROR_DEINITIALIZED = 4,
     HIP_ERROR_INVALID_MEMCPY_DIRECTION = 21,
     HIP_ERROR_NO_DEVICE = 100,
     HIP_ERROR_INVALID_DEVICE = 101,
     HIP_ERROR_MAP_FAILED = 205,
     HIP_ERROR_INVALID_HANDLE = 400,
     HIP_ERROR_NOT_FOUND = 500,
+    HIP_ERROR_NOT_READY = 600,
     HIP_ERROR_HOST_MEMORY_ALREADY_REGISTERED = 712,
     HIP_ERROR_HOST_MEMORY_NOT_REGISTERED = 713,
     HIP_ERROR_NOT_SUPPORTED = 801,
@@ -57,11 +60,17 @@ typedef struct {
     unsigned char reserved[64];
 } hip_ipc_handle;
 
-/* Only the size of hipDeviceProp_tR0600 and its first member matter here. */
+/* The beginning of hipDeviceProp_tR0600, and its size. */
 typedef struct {
     char name[256];
-    unsigned char other[1472 - 256];
+    unsigned char uuid[16];
+    unsigned char luid[8];
+    unsigned luid_node_mask;
+    size_t total_bytes;
+    unsigned char other[1472 - 296];
 } hip_device_properties;
+
+_Static_assert(sizeof(hip_device_properties) == 1472, "HIP's callers allocate as much");
 
 /* A stream or an event. Work is done before a call returns, so neither has state. */
 typedef struct hip_token hip_token;

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * libhsa-runtime64: a runtime that starts, finds no agents and offers nothing else.
+ * libhsa-runtime64: a runtime that starts, finds no agents and offers nothing else. hip_cuda has
+ * the same.
  */
 #include <stddef.h>
 
@@ -35,7 +36,7 @@ hsa_status hsa_status_string(hsa_status status, const char **text) {
     if (text == NULL) {
         return HSA_ERROR_INVALID_ARGUMENT;
     }
-    *text = status == HSA_SUCCESS ? "success" : "not supported by the stand-in on host memory";
+    *text = status == HSA_SUCCESS ? "success" : "not supported by this stand-in";
     return HSA_SUCCESS;
 }
 

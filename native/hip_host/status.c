@@ -69,6 +69,8 @@ const char *hipGetErrorString(hip_error status) {
         return "invalid argument";
     case HIP_ERROR_OUT_OF_MEMORY:
         return "out of memory";
+    case HIP_ERROR_DEINITIALIZED:
+        return "the process is ending";
     case HIP_ERROR_INVALID_MEMCPY_DIRECTION:
         return "invalid copy direction for memcpy";
     case HIP_ERROR_NO_DEVICE:
@@ -81,6 +83,8 @@ const char *hipGetErrorString(hip_error status) {
         return "invalid resource handle";
     case HIP_ERROR_NOT_FOUND:
         return "address not found";
+    case HIP_ERROR_NOT_READY:
+        return "not ready";
     case HIP_ERROR_HOST_MEMORY_ALREADY_REGISTERED:
         return "host memory is already registered";
     case HIP_ERROR_HOST_MEMORY_NOT_REGISTERED:

@@ -45,6 +45,11 @@ class Blocks:
     _rows: Rows
     _located: Any
 
+    @property
+    def object_bytes(self) -> int:
+        """Size of one object."""
+        return self.group.object_bytes
+
 
 class DeviceGather:
     """Gathers and scatters the objects of every group. Thread-safe; keeps nothing between calls.

@@ -47,9 +47,10 @@ from umbp.backends.mori_node import (
     join_to_ask,
     plan_node,
 )
-from umbp.backends.mori_options import require_device
+from umbp.backends.mori_options import require_device, stages
 from umbp.backends.mori_probe import prove_transfers
-from umbp.backends.transfer_lanes import TransferLanes
+from umbp.backends.mori_transfers import Transfers, open_transfers
+from umbp.backends.transfer_lanes import STORE_THREAD_COUNT, TransferLanes
 from umbp.errors import BackendError, BackendUnavailable
 
 logger = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ class _Opened:
     link: MasterLink
     plan: NodePlan
     columns: dict[int, GroupColumns]
+    transfers: Transfers
     memory: KVMemory
     """Held so that it stays allocated while MORI may copy."""
 
@@ -113,11 +115,17 @@ class DistributedPool:
         sizes = [group.object_bytes for group in columns.values()]
         plan = plan_node(self._options, self._capacity_bytes, sizes)
         prove_transfers(self._library, memory)
+        transfers = open_transfers(
+            memory,
+            columns,
+            staged=stages(self._options.device_staging, self._library, memory),
+            thread_count=self._options.transfer_threads + STORE_THREAD_COUNT,
+        )
         client = join_as_node(self._library, self._options, self._site, plan)
-        for region in memory.regions:
+        for region in transfers.regions:
             client.register(region)
         link = MasterLink(self._options.master(), client)
-        self._opened = _Opened(client, link, plan, columns, memory)
+        self._opened = _Opened(client, link, plan, columns, transfers, memory)
 
     def contains(self, keys: Sequence[bytes]) -> Sequence[bool]:
         """Says which objects this node has, or the master lists. Blocks while that is stopped.
@@ -176,12 +184,12 @@ class DistributedPool:
         """Executes one job, on a thread of the lanes."""
         opened = self._require_open()
         if kind is TransferKind.LOAD:
-            return move_job(kind, job, opened.columns, _loading(opened.client))
+            return move_job(kind, job, opened.columns, _loading(opened, opened.client))
         try:
             linked = opened.link.client()
         except BackendUnavailable as error:
             return JobResult(job.job_id, TransferOutcome.NOT_ATTEMPTED, reason=str(error))
-        result = move_job(kind, job, opened.columns, _storing(linked.client))
+        result = move_job(kind, job, opened.columns, _storing(opened, linked.client))
         if len(result.failed_keys) == job.object_count:
             opened.link.doubt(linked)
         else:
@@ -189,18 +197,18 @@ class DistributedPool:
         return result
 
 
-def _loading(client: MoriClient) -> _Move:
-    def load(part: TransferPart, columns: GroupColumns) -> Moved:
-        return client.load(shared_names(part.keys), columns, part.block_ids)
+def _loading(opened: _Opened, client: MoriClient) -> _Move:
+    def load(part: TransferPart, _: GroupColumns) -> Moved:
+        return opened.transfers.load(client, shared_names(part.keys), part)
 
     return load
 
 
-def _storing(client: MoriClient) -> _Move:
-    def store(part: TransferPart, columns: GroupColumns) -> Moved:
+def _storing(opened: _Opened, client: MoriClient) -> _Move:
+    def store(part: TransferPart, _: GroupColumns) -> Moved:
         # A put evicts nothing, whatever its size: the master has that done.
-        return client.store(
-            shared_names(part.keys), columns, part.block_ids, objects_per_put=len(part.keys) or 1
+        return opened.transfers.store(
+            client, shared_names(part.keys), part, objects_per_put=len(part.keys) or 1
         )
 
     return store

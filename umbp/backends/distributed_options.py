@@ -4,7 +4,11 @@
 import attrs
 
 from umbp.backends.master_address import PORT_MAX, MasterAddress, parse_master_address
-from umbp.backends.mori_options import log_level_option, put_retries_option
+from umbp.backends.mori_options import (
+    device_staging_option,
+    log_level_option,
+    put_retries_option,
+)
 from umbp.backends.pool_options import PoolOptions
 from umbp.errors import ConfigError
 from umbp.options import REQUIRED, option
@@ -68,6 +72,7 @@ class DistributedOptions(PoolOptions):
         unit="ms",
         minimum=100,
     )
+    device_staging: bool | None = device_staging_option()
     put_retries: int = put_retries_option()
     log_level: str | None = log_level_option()
 

@@ -2,7 +2,7 @@
 """The ``embedded`` backend: MORI's UMBP client inside each worker, with a pool in host memory.
 
 Each worker owns one client and one pool; pools do not see each other. Bytes move between KV memory
-and the pool in ranged calls on registered memory, with no staging copy.
+and the pool in ranged calls on registered memory, with no staging copy in host memory.
 
 The client is constructed by ``register``, because its page size follows from the size of the
 objects. What can fail before that fails in ``open_worker``: options, capacity, and MORI's import.
@@ -39,12 +39,15 @@ from umbp.backends.mori_columns import GroupColumns, group_columns
 from umbp.backends.mori_jobs import move_job
 from umbp.backends.mori_library import MoriLibrary, load_mori
 from umbp.backends.mori_options import (
+    device_staging_option,
     log_level_option,
     put_retries_option,
     require_device,
+    stages,
 )
 from umbp.backends.mori_pages import PoolPlan, plan_pool
 from umbp.backends.mori_probe import prove_transfers
+from umbp.backends.mori_transfers import Transfers, open_transfers
 from umbp.backends.pool_options import PoolOptions
 from umbp.errors import BackendError, ConfigError
 from umbp.options import option
@@ -94,6 +97,7 @@ class EmbeddedOptions(PoolOptions):
         help="Ask MORI to back the pool by shared memory. MORI 1.2.4 accepts that and keeps the "
         "pool in private memory all the same.",
     )
+    device_staging: bool | None = device_staging_option()
     put_retries: int = put_retries_option()
     log_level: str | None = log_level_option()
 
@@ -113,6 +117,7 @@ class _Opened:
     client: MoriClient
     plan: PoolPlan
     columns: dict[int, GroupColumns]
+    transfers: Transfers
     memory: KVMemory
     """Held so that it stays allocated while MORI may copy."""
 
@@ -154,11 +159,17 @@ class EmbeddedPool:
         columns = group_columns(memory)
         plan = self._plan([group.object_bytes for group in columns.values()])
         prove_transfers(self._library, memory)
+        transfers = open_transfers(
+            memory,
+            columns,
+            staged=stages(self._options.device_staging, self._library, memory),
+            thread_count=self._options.transfer_threads,
+        )
         config = self._config(plan)
         client = MoriClient(self._library, config, put_retries=self._options.put_retries)
-        for region in memory.regions:
+        for region in transfers.regions:
             client.register(region)
-        self._opened = _Opened(client, plan, columns, memory)
+        self._opened = _Opened(client, plan, columns, transfers, memory)
 
     def contains(self, keys: Sequence[bytes]) -> Sequence[bool]:
         """Says which objects exist now.
@@ -250,11 +261,11 @@ class EmbeddedPool:
         def move(part: TransferPart, columns: GroupColumns) -> Moved:
             names = object_names(part.keys, columns.object_bytes)
             if kind is TransferKind.LOAD:
-                return opened.client.load(names, columns, part.block_ids)
-            return opened.client.store(
+                return opened.transfers.load(opened.client, names, part)
+            return opened.transfers.store(
+                opened.client,
                 names,
-                columns,
-                part.block_ids,
+                part,
                 objects_per_put=opened.plan.objects_per_put(columns.object_bytes),
             )
 

@@ -34,7 +34,10 @@ _NEEDED_CALLS: Final = (
     "register_memory",
 )
 _SHARED_LIBRARY: Final = re.compile(r"lib[\w+.-]*\.so[\w.]*")
-_RUNTIME: Final = re.compile(r"lib(amdhip64|hsa-runtime64)\.so")
+_RUNTIME: Final = re.compile(r"lib(amdhip64|hsa-runtime64|cudart)\.so")
+_ON_CUDA_MARK: Final = "umbp_hip_on_cuda"
+"""What `native/hip_cuda` exports and no other HIP runtime does."""
+_GATHER_KERNEL_VARIABLE: Final = "UMBP_DRAM_GATHER_KERNEL"
 _REASON_CHARS_MAX: Final = 300
 
 
@@ -50,6 +53,7 @@ class MoriLibrary:
         node_config_type: ``UMBPDistributedConfig``, the part that makes the client a node.
         cpu_location: Says that registered memory is the host's.
         gpu_location: Says that registered memory is a device's.
+        is_on_cuda: Whether its HIP runtime is the one on CUDA, which runs no kernel of MORI's.
     """
 
     version: str
@@ -59,12 +63,16 @@ class MoriLibrary:
     node_config_type: Any
     cpu_location: Any
     gpu_location: Any
+    is_on_cuda: bool = False
 
 
 def load_mori(
     log_level: str | None = None, *, default_read_lease_ms: int | None = None
 ) -> MoriLibrary:
     """Imports MORI. It reads its environment once, so the first import of a process decides.
+
+    On CUDA its gather kernel is turned off, unless the environment says otherwise; servers that
+    this process starts inherit that. MORI reads that variable when the first client is made.
 
     Args:
         log_level: One of ``LOG_LEVELS``; None leaves the environment's choice. MORI logs to
@@ -92,6 +100,9 @@ def load_mori(
         raise BackendUnavailable(
             f"MORI {version} has no {missing[0]}: pip install '{_DISTRIBUTION}'"
         )
+    is_on_cuda = _is_on_cuda()
+    if is_on_cuda:
+        os.environ.setdefault(_GATHER_KERNEL_VARIABLE, "0")
     return MoriLibrary(
         version=version,
         client_type=client_type,
@@ -100,6 +111,7 @@ def load_mori(
         node_config_type=umbp_module.UMBPDistributedConfig,
         cpu_location=native.MemoryLocationType.CPU,
         gpu_location=native.MemoryLocationType.GPU,
+        is_on_cuda=is_on_cuda,
     )
 
 
@@ -125,7 +137,7 @@ def server_binary(name: str) -> Path:
 
 
 def runtime_directories() -> list[str]:
-    """Returns where the HIP and HSA runtimes of this process lie, so that a server loads the same.
+    """Returns where the HIP, HSA and CUDA runtimes of this process lie, for a server to load them.
 
     Where PyTorch brought them, a server would not find them by itself, or find others.
     """
@@ -150,6 +162,10 @@ def hip_device_count() -> int | None:
     except AttributeError:
         return None
     return count.value
+
+
+def _is_on_cuda() -> bool:
+    return hasattr(ctypes.CDLL(None), _ON_CUDA_MARK)
 
 
 def _why_not_loaded(error: Exception) -> str:

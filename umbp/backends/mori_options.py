@@ -3,8 +3,8 @@
 
 from typing import Any, Final
 
-from umbp.backends.base import WorkerSite
-from umbp.backends.mori_library import LOG_LEVELS
+from umbp.backends.base import KVMemory, WorkerSite
+from umbp.backends.mori_library import LOG_LEVELS, MoriLibrary
 from umbp.errors import ConfigError
 from umbp.options import option
 
@@ -36,6 +36,23 @@ def log_level_option(further: str = "") -> Any:
     )
 
 
+def device_staging_option() -> Any:
+    """Declares the option ``device_staging``."""
+    return option(
+        None,
+        help="Whether the device gathers objects in its own memory (32 MiB for each transfer "
+        "thread, more where an object has over 16 MiB), so that MORI moves each as one range. "
+        "null: on NVIDIA GPUs, where MORI's gather kernel does not run.",
+    )
+
+
+def stages(device_staging: bool | None, library: MoriLibrary, memory: KVMemory) -> bool:
+    """Says whether objects are gathered on the device, by the option or by what MORI runs on."""
+    if device_staging is not None:
+        return device_staging
+    return library.is_on_cuda and all(region.device_type != "cpu" for region in memory.regions)
+
+
 def require_device(backend: str, site: WorkerSite) -> None:
     """Refuses a worker whose memory MORI does not move.
 
@@ -49,5 +66,5 @@ def require_device(backend: str, site: WorkerSite) -> None:
     if site.device_type not in DEVICE_TYPES:
         raise ConfigError(
             f"backend {backend} does not move memory of device type {site.device_type!r}, only "
-            f"{' and '.join(DEVICE_TYPES)} (ROCm): choose backend memory"
+            f"{' and '.join(DEVICE_TYPES)}: choose backend memory"
         )

@@ -38,7 +38,8 @@ def prove_transfers(library: MoriLibrary, memory: KVMemory) -> None:
         if device_type != "cpu" and hip_device_count() == 0:
             raise BackendUnavailable(
                 f"KV memory is on a {device_type} device, but the HIP runtime that MORI uses sees "
-                "no device: MORI needs a ROCm build of PyTorch and its ROCm"
+                "no device: MORI needs a ROCm build of PyTorch and its ROCm, or on NVIDIA GPUs the "
+                "runtime of native/hip_cuda in LD_LIBRARY_PATH (docs/setup.md)"
             )
         _prove_device(library, device_type, device_index)
 

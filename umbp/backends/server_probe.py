@@ -2,17 +2,18 @@
 """Proves, before a server is used, that it moves the bytes that it says it has moved.
 
 The reason is that of ``umbp.backends.mori_probe``: MORI believes its HIP runtime. Here the server's
-runtime counts, and the memory must be one that the server can reach, so a piece of KV memory itself
-is used, before vLLM does, and given back as it was.
+runtime counts, and the memory must be one that the server can reach, so a piece of the memory
+itself is used, KV memory before vLLM uses it, and given back as it was.
 """
 
 import secrets
 import time
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 
-from umbp.backends.base import KVMemory, MemoryRegion, ObjectLayout
+from umbp.backends.base import MemoryRegion, ObjectLayout
 from umbp.backends.mori_client import MoriClient
 from umbp.backends.mori_columns import GroupColumns
 from umbp.errors import BackendError, BackendUnavailable
@@ -24,15 +25,15 @@ _ATTEMPTS: Final = 3
 _PAUSE_S: Final = 0.2
 
 
-def prove_server_transfers(client: MoriClient, memory: KVMemory) -> None:
-    """Stores and loads a pattern on every device that holds KV memory.
+def prove_server_transfers(client: MoriClient, regions: Sequence[MemoryRegion]) -> None:
+    """Stores and loads a pattern on every device that holds memory which the server was given.
 
     Raises:
         BackendUnavailable: The server would not store or load it.
         BackendError: It says that it did, and did not.
     """
     largest: dict[tuple[str, int | None], MemoryRegion] = {}
-    for region in sorted(memory.regions, key=lambda region: region.size_bytes):
+    for region in sorted(regions, key=lambda region: region.size_bytes):
         largest[region.device_type, region.device_index] = region
     for region in largest.values():
         _prove_region(client, region)

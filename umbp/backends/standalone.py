@@ -40,13 +40,14 @@ from umbp.backends.mori_jobs import move_job
 from umbp.backends.mori_library import MoriLibrary, hip_device_count, load_mori
 from umbp.backends.mori_link import LinkedClient, MoriLink
 from umbp.backends.mori_lookup import MoriLookup
-from umbp.backends.mori_options import DEVICE_TYPES, require_device
+from umbp.backends.mori_options import DEVICE_TYPES, require_device, stages
 from umbp.backends.mori_server import (
     ServerSettings,
     ensure_started,
     server_read_lease_ms,
     wait_until_listening,
 )
+from umbp.backends.mori_transfers import Transfers, open_transfers
 from umbp.backends.server_address import ServerAddress
 from umbp.backends.server_probe import prove_server_transfers
 from umbp.backends.shared_epoch import SharedEpoch
@@ -79,6 +80,7 @@ class StandalonePool:
         self._connect_timeout_ms = options.startup_timeout_ms
         self._memory: KVMemory | None = None
         self._columns: dict[int, GroupColumns] = {}
+        self._transfers: Transfers | None = None
         self._link = MoriLink(self._address, self._connect, self._share)
         self._runner = JobRunner(
             self._run,
@@ -101,9 +103,15 @@ class StandalonePool:
         self._columns = group_columns(memory)
         _require_devices(memory)
         self._memory = memory
+        self._transfers = transfers = open_transfers(
+            memory,
+            self._columns,
+            staged=stages(self._options.device_staging, self._library, memory),
+            thread_count=self._options.transfer_threads,
+        )
         # The server may be stopped, and then the calls do not return.
         bounded_call(
-            lambda: prove_server_transfers(self._link.client().client, memory),
+            lambda: prove_server_transfers(self._link.client().client, transfers.regions),
             2 * self._options.startup_timeout_ms / 1000,
             f"the server at {self._address} did not register KV memory",
         )
@@ -162,7 +170,7 @@ class StandalonePool:
 
     def _share(self, client: MoriClient) -> None:
         """Registers every allocation; a client with one missing could use none."""
-        for region in self._memory.regions if self._memory is not None else ():
+        for region in self._transfers.regions if self._transfers is not None else ():
             if not client.share(region):
                 if self._address.listener() is None:
                     raise BackendUnavailable(f"no server listens at {self._address}")
@@ -182,14 +190,16 @@ class StandalonePool:
         return result
 
     def _move(self, linked: LinkedClient, kind: TransferKind, job: TransferJob) -> JobResult:
+        transfers = self._transfers
+        if transfers is None:
+            raise BackendError("the pool has no KV memory")
+
         def move(part: TransferPart, columns: GroupColumns) -> Moved:
             names = shared_names(part.keys)
             if kind is TransferKind.LOAD:
-                return linked.client.load(names, columns, part.block_ids)
+                return transfers.load(linked.client, names, part)
             objects_per_put = max(1, _BYTES_PER_PUT // columns.object_bytes)
-            return linked.client.store(
-                names, columns, part.block_ids, objects_per_put=objects_per_put
-            )
+            return transfers.store(linked.client, names, part, objects_per_put=objects_per_put)
 
         return move_job(kind, job, self._columns, move)
 
@@ -202,8 +212,8 @@ def _require_devices(memory: KVMemory) -> None:
         kinds = sorted({region.device_type for region in memory.regions})
         raise BackendUnavailable(
             f"KV memory is on {' and '.join(kinds)}, and the HIP runtime that MORI uses sees no "
-            "device, so that no server can reach it: backend standalone needs a GPU with ROCm; "
-            "choose backend memory or embedded"
+            "device, so that no server can reach it: backend standalone needs a GPU with ROCm, or "
+            "with CUDA and native/hip_cuda; choose backend memory or embedded"
         )
 
 

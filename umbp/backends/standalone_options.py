@@ -4,7 +4,11 @@
 import attrs
 
 from umbp.backends.mori_library import DEFAULT_READ_LEASE_MS
-from umbp.backends.mori_options import log_level_option, put_retries_option
+from umbp.backends.mori_options import (
+    device_staging_option,
+    log_level_option,
+    put_retries_option,
+)
 from umbp.backends.server_address import ServerAddress, parse_address
 from umbp.errors import ConfigError
 from umbp.options import option
@@ -53,6 +57,7 @@ class StandaloneOptions:
     queue_limit: int = option(
         4096, help="Transfers that may wait on each rank; more are not attempted.", minimum=1
     )
+    device_staging: bool | None = device_staging_option()
     put_retries: int = put_retries_option()
     log_level: str | None = log_level_option(" With auto_start, the server's too.")
 

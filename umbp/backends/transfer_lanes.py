@@ -7,10 +7,14 @@ node's own objects asks nobody. In one ``JobRunner`` the first stalled store wou
 
 import time
 from collections.abc import Callable
+from typing import Final
 
 from umbp.backends.base import JobResult, TransferJob
 from umbp.backends.job_runner import JobRunner, StallPolicy, TransferKind
 from umbp.errors import UsageError
+
+STORE_THREAD_COUNT: Final = 1
+"""Stores take turns, beside the loads."""
 
 
 class TransferLanes:
@@ -33,7 +37,10 @@ class TransferLanes:
         timeout_ms: int,
         name: str,
     ) -> None:
-        thread_counts = {TransferKind.LOAD: load_thread_count, TransferKind.STORE: 1}
+        thread_counts = {
+            TransferKind.LOAD: load_thread_count,
+            TransferKind.STORE: STORE_THREAD_COUNT,
+        }
         self._lanes = {
             kind: JobRunner(
                 run,
