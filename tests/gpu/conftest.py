@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tests on a GPU need of MORI. Without it they are skipped, or fail if UMBP_REQUIRE_MORI is 1.
+
+MORI needs a HIP runtime that sees the GPU: ROCm's, or on an NVIDIA GPU ``native/hip_cuda``, which
+``run.sh`` builds.
+"""
+
+import os
+from typing import NoReturn
+
+import pytest
+
+from umbp.backends.mori_library import MoriLibrary, hip_device_count, load_mori
+from umbp.errors import BackendUnavailable
+
+
+@pytest.fixture(scope="session")
+def mori() -> MoriLibrary:
+    """MORI, with a HIP runtime that sees a GPU."""
+    try:
+        library = load_mori(default_read_lease_ms=1)
+    except BackendUnavailable as error:
+        _leave_out(str(error))
+    if not hip_device_count():
+        _leave_out("MORI's HIP runtime sees no GPU: run tests/gpu/run.sh")
+    return library
+
+
+def _leave_out(reason: str) -> NoReturn:
+    if os.environ.get("UMBP_REQUIRE_MORI") == "1":
+        pytest.fail(f"UMBP_REQUIRE_MORI is 1, but {reason}", pytrace=False)
+    pytest.skip(reason)
