@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * What needs a GPU: kernels, code modules, and virtual memory of a device.
+ * What needs an AMD GPU: kernels, code modules, and virtual memory of a device. Also part of hip_cuda.
  *
  * Each of these fails, says so on stderr, and leaves the failure in hipGetLastError, which is
  * where callers of `kernel<<<...>>>` look. Arguments are not looked at, so none are declared.

@@ -18,4 +18,9 @@ HF_HUB_OFFLINE=1
 VLLM_NO_USAGE_STATS=1
 export PYTHONPATH HF_HUB_OFFLINE VLLM_NO_USAGE_STATS
 cd "$root"
-exec "$python" -m pytest "${@:-tests/gpu}"
+[ $# -gt 0 ] || set -- tests/gpu
+if ! "$python" -c 'import pytest_timeout' 2>/dev/null; then
+    # Its option in pyproject.toml would be an error.
+    set -- -o addopts=--strict-markers -W ignore::pytest.PytestConfigWarning "$@"
+fi
+exec "$python" -m pytest "$@"
