@@ -218,6 +218,22 @@ def test_calls_after_cuda_has_gone_do_not_reach_it(folder: Path) -> None:
     assert done.returncode == 0, "77: CUDA was called when it had gone"
 
 
+RECOGNISE: Final = """
+from umbp.backends.mori_library import _is_on_cuda, runtime_directories
+print(_is_on_cuda(), runtime_directories())
+ctypes.CDLL(f"{folder}/hip_cuda/libamdhip64.so.7", ctypes.RTLD_GLOBAL)
+ctypes.CDLL(f"{folder}/libcudart.so.13")
+print(_is_on_cuda(), sorted(runtime_directories()))
+"""
+
+
+def test_umbp_recognises_it_and_has_a_server_find_the_same_cuda(folder: Path) -> None:
+    root = str(HERE.parents[1])
+    done = python(folder, RECOGNISE, LD_LIBRARY_PATH=str(folder), PYTHONPATH=root)
+    there = [str(folder), f"{folder}/hip_cuda"]
+    assert done.stdout.splitlines() == ["False []", f"True {there}"], done.stderr
+
+
 # -- forwarding --------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from umbp.backends import mori_library
 from umbp.backends.mori_library import hip_device_count, load_mori
 from umbp.errors import BackendUnavailable
 
@@ -100,6 +101,26 @@ def test_the_log_level_is_set_before_the_import(
     load_mori(level)
     assert sys.modules["mori.cpp"].seen == expected
     assert os.environ["MORI_UMBP_LOG_LEVEL"] == expected
+
+
+@pytest.mark.parametrize(
+    ("is_on_cuda", "before", "after"),
+    [(True, None, "0"), (True, "1", "1"), (False, None, None)],
+)
+def test_the_gather_kernel_is_off_on_cuda_unless_somebody_wants_it(
+    fake_mori: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_on_cuda: bool,
+    before: str | None,
+    after: str | None,
+) -> None:
+    variable = "UMBP_DRAM_GATHER_KERNEL"
+    monkeypatch.setenv(variable, before or "")  # so that it is put back
+    if before is None:
+        monkeypatch.delenv(variable)
+    monkeypatch.setattr(mori_library, "_is_on_cuda", lambda: is_on_cuda)
+    assert load_mori().is_on_cuda is is_on_cuda
+    assert os.environ.get(variable) == after
 
 
 def test_a_process_without_a_hip_runtime_has_no_device_count() -> None:
