@@ -40,15 +40,15 @@ class Rows(Protocol):
 
 @attrs.frozen(eq=False)
 class Blocks:
-    """Blocks of one group, where ``DeviceGather`` finds them."""
+    """Blocks of one group, where ``DeviceGather`` finds them.
 
+    Attributes:
+        object_bytes: Size of one object.
+    """
+
+    object_bytes: int
     _rows: Rows
     _located: Any
-
-    @property
-    def object_bytes(self) -> int:
-        """Size of one object."""
-        return self.group.object_bytes
 
 
 class DeviceGather:
@@ -88,7 +88,7 @@ class DeviceGather:
             block_ids: int64[objects], ids in KV memory.
         """
         rows = self._rows[group_index]
-        return Blocks(rows, rows.locate(block_ids))
+        return Blocks(self._object_bytes[group_index], rows, rows.locate(block_ids))
 
     def gather(self, blocks: Blocks, part: slice, staging: Any) -> None:
         """See ``Rows.gather``."""
