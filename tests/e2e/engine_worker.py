@@ -27,8 +27,11 @@ def overwrite_kv_memory(worker: Any, seed: int = 7) -> None:
 
     generator = torch.Generator().manual_seed(seed)
     for cache in worker.model_runner.kv_caches:
-        flat = torch.empty(0, dtype=cache.dtype).set_(cache.untyped_storage())
-        flat.copy_(torch.randn(flat.shape, generator=generator) * 3)
+        # On a GPU recurrent state is a list of tensors over one allocation.
+        for tensor in cache if isinstance(cache, list | tuple) else (cache,):
+            flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            flat.set_(tensor.untyped_storage())
+            flat.copy_(torch.randn(flat.shape, generator=generator) * 3)
 
 
 def change_byte(worker: Any, block_id: int, layer_index: int, token_index: int) -> None:

@@ -22,6 +22,9 @@ LLAMA: Final[dict[str, Any]] = {
     "eos_token_id": 2,
 }
 
+LLAMA_WIDE: Final = LLAMA | {"hidden_size": 256, "head_dim": 64}
+"""For GPUs: FlashAttention 3 wants heads of 64 or more."""
+
 GEMMA: Final[dict[str, Any]] = {
     "architectures": ["Gemma3ForCausalLM"],
     "model_type": "gemma3_text",
@@ -72,4 +75,10 @@ LFM: Final[dict[str, Any]] = {
 }
 """Short convolutions beside attention: state that reaches two tokens back."""
 
-CONFIGS: Final = {"llama": LLAMA, "gemma": GEMMA, "qwen_next": QWEN_NEXT, "lfm": LFM}
+CONFIGS: Final = {
+    "llama": LLAMA,
+    "llama_wide": LLAMA_WIDE,
+    "gemma": GEMMA,
+    "qwen_next": QWEN_NEXT,
+    "lfm": LFM,
+}

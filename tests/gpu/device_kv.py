@@ -16,6 +16,7 @@ from umbp.backends.base import (
     MemoryRegion,
     ObjectLayout,
     TransferJob,
+    TransferOutcome,
     TransferPart,
     WorkerPool,
     WorkerSite,
@@ -162,3 +163,36 @@ def run(pool: WorkerPool, kind: str, parts: Sequence[TransferPart], fence: Any =
         time.sleep(0.0001)
     (result,) = results
     return result
+
+
+def assert_round_trip(pool: WorkerPool, kv: DeviceKV, object_count: int) -> None:
+    """Stores objects of every group, loads them into other blocks, and compares every byte.
+
+    Args:
+        pool: A pool that has registered ``kv`` and holds all objects.
+        kv: KV memory, zeroed.
+        object_count: Objects of each group, fewer where it has not as many blocks.
+    """
+    content: dict[int, list[bytes]] = {}
+    sources, targets = [], []
+    for layout in kv.memory.layouts:
+        group, count = layout.group_index, min(object_count, layout.block_count // 2)
+        order = np.random.default_rng(group).permutation(layout.block_count)
+        sources.append(TransferPart(group, keys(group, count), order[:count]))
+        targets.append(TransferPart(group, keys(group, count), order[count : 2 * count]))
+        content[group] = [kv.fill(group, int(block), seed=int(block)) for block in order[:count]]
+    torch.cuda.synchronize()
+
+    stored = run(pool, "store", sources)
+    assert (stored.outcome, stored.reason) == (TransferOutcome.DONE, "")
+    kv.wipe()
+    torch.cuda.synchronize()
+    loaded = run(pool, "load", targets)
+    assert (loaded.outcome, loaded.reason) == (TransferOutcome.DONE, "")
+    total_bytes = sum(len(one) for of_group in content.values() for one in of_group)
+    assert stored.bytes_moved == loaded.bytes_moved == total_bytes
+    for part in targets:
+        for block, expected in zip(part.block_ids, content[part.group_index], strict=True):
+            assert kv.read(part.group_index, int(block)) == expected
+            kv.zero(part.group_index, int(block))
+    assert kv.is_wiped()

@@ -15,6 +15,7 @@ from device_kv import (
     RANGE_BYTES,
     DeviceKV,
     Shape,
+    assert_round_trip,
     keys,
     make_kv,
     run,
@@ -71,33 +72,7 @@ def test_what_was_stored_is_loaded_into_other_blocks_and_nothing_else_changes(
     open_pool: Open, device: torch.device, shape: Shape, device_staging: bool | None
 ) -> None:
     kv = make_kv(device, shape)
-    pool = open_pool(kv, device_staging=device_staging)
-    content: dict[int, list[bytes]] = {}
-    sources, targets = [], []
-    for layout in kv.memory.layouts:
-        group, count = layout.group_index, min(OBJECT_COUNT, layout.block_count // 2)
-        order = np.random.default_rng(group).permutation(layout.block_count)
-        sources.append(TransferPart(group, keys(group, count), order[:count]))
-        targets.append(TransferPart(group, keys(group, count), order[count : 2 * count]))
-        content[group] = [kv.fill(group, int(block), seed=int(block)) for block in order[:count]]
-    torch.cuda.synchronize()
-
-    stored = run(pool, "store", sources)
-    assert (stored.outcome, stored.reason) == (DONE, "")
-    kv.wipe()
-    torch.cuda.synchronize()
-    loaded = run(pool, "load", targets)
-    assert (loaded.outcome, loaded.reason) == (DONE, "")
-    assert stored.bytes_moved == loaded.bytes_moved == sum(map(_total_bytes, content.values()))
-    for part in targets:
-        for block, expected in zip(part.block_ids, content[part.group_index], strict=True):
-            assert kv.read(part.group_index, int(block)) == expected
-            kv.zero(part.group_index, int(block))
-    assert kv.is_wiped()
-
-
-def _total_bytes(contents: list[bytes]) -> int:
-    return sum(map(len, contents))
+    assert_round_trip(open_pool(kv, device_staging=device_staging), kv, OBJECT_COUNT)
 
 
 def test_a_store_sees_what_the_device_wrote_before_its_fence(

@@ -80,12 +80,10 @@ def _start(case: Case, folder: Path) -> Any:
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
-    from tests.e2e.tiny_models import LLAMA
+    from tests.e2e.tiny_models import LLAMA_WIDE
     from umbp.cli.random_model import QWEN_NEXT, make_model
 
-    # FlashAttention 3 wants heads of 64 or more.
-    wide = LLAMA | {"hidden_size": 256, "head_dim": 64}
-    model = make_model(folder, wide if case.model == "llama" else QWEN_NEXT)
+    model = make_model(folder, LLAMA_WIDE if case.model == "llama" else QWEN_NEXT)
     try:
         return LLM(
             model=str(model),
