@@ -5,9 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import node_calls
+import peer_calls
 import pytest
+from masters import Master
 from peer_process import PeerProcess
 
+from umbp.backends.base import TransferOutcome
 from umbp.testing.conformance import CHECKS, LOOKUP_CHECKS
 from umbp.testing.conformance_objects import check_reset_by_epoch, check_wrong_size
 from umbp.testing.conformance_room import check_capacity, check_load_order_evicts
@@ -32,3 +35,14 @@ def test_it_keeps_the_rules_of_a_backend(
 ) -> None:
     """The pool is in the worker, so that there is no other side that objects could be lost with."""
     peer.run(node_calls.conform, check, str(tmp_path))
+
+
+def test_objects_that_the_device_gathers_come_back(peer: PeerProcess, master: Master) -> None:
+    peer.run(node_calls.open_pool, master.options | {"device_staging": True})
+    names = {f"name-{block}": block for block in range(8)}
+    content = peer.run(peer_calls.fill, {block: block for block in range(8)})
+    assert peer.run(peer_calls.store, names).outcome is TransferOutcome.DONE
+    elsewhere = {name: 15 - block for name, block in names.items()}
+    assert peer.run(peer_calls.load, elsewhere).outcome is TransferOutcome.DONE
+    for block in range(8):
+        assert peer.run(peer_calls.read, 15 - block) == content[block]
