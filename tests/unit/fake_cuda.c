@@ -2,8 +2,8 @@
  *
  * A CUDA of two devices on host memory that writes down what it is asked, for test_hip_cuda.py.
  *
- * Runtime and driver are in this one library. Calls end the process with status 77 once its
- * destructor has run, as CUDA may when it is called too late.
+ * Runtime and driver are in this one library. Calls end the process with status 77 once it has put
+ * itself away, as CUDA may when it is called too late.
  */
 #include <stdarg.h>
 #include <stddef.h>
@@ -43,7 +43,9 @@ static int active[DEVICES];
 static _Thread_local int current;
 static allocation allocations[ALLOCATIONS_MAX];
 
-__attribute__((destructor)) static void go(void) { is_gone = 1; }
+static void go(void) { is_gone = 1; }
+
+__attribute__((constructor)) static void come(void) { atexit(go); }
 
 void fake_reset(void) {
     log_bytes = 0;
