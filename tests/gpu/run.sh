@@ -9,7 +9,7 @@ root=$(CDPATH='' cd -- "$(dirname -- "$0")/../.." && pwd)
 python=${PYTHON:-python3}
 
 if ! "$python" -c 'import sys, torch; sys.exit(torch.version.hip is None)'; then
-    make -s -C "$root/native/hip_cuda"
+    make -s -C "$root/native/hip_cuda" OUT=build
     LD_LIBRARY_PATH=$root/native/hip_cuda/build${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
     export LD_LIBRARY_PATH
 fi

@@ -57,7 +57,7 @@ def check(kv: HostKVMemory) -> None:
 def main() -> int:
     for name, kv in layouts():
         check(kv)
-        print(name)  # noqa: T201 - the test counts the lines
+        sys.stdout.write(f"{name}\n")
     return 0
 
 

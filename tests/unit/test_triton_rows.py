@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel that gathers and scatters KV, interpreted: every layout, byte by byte."""
+"""The kernel that gathers and scatters KV: interpreted, every layout byte by byte; and compiled."""
 
 import os
 import subprocess
@@ -8,20 +8,29 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = Path(__file__).parent / "interpreted_rows.py"
+HERE = Path(__file__).parent
 LAYOUT_COUNT = 19
+COMPILED_COUNT = 8
 
 
-def test_the_kernel_moves_every_layout_as_by_hand() -> None:
+def run(program: str, **variables: str) -> list[str]:
+    """Runs a program of this folder and returns its lines."""
     pytest.importorskip("triton", reason="Triton comes with PyTorch for GPUs, and with vLLM")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(
-        [sys.executable, str(PROGRAM)],
-        env=environment,
+        [sys.executable, str(HERE / program)],
+        env={**os.environ, **variables},
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(done.stdout.splitlines()) == LAYOUT_COUNT
+    return done.stdout.splitlines()
+
+
+def test_the_kernel_moves_every_layout_as_by_hand() -> None:
+    assert len(run("interpreted_rows.py", TRITON_INTERPRET="1")) == LAYOUT_COUNT
+
+
+def test_the_kernel_compiles_for_gpus_of_both_makers(tmp_path: Path) -> None:
+    assert len(run("compiled_rows.py", TRITON_CACHE_DIR=str(tmp_path))) == COMPILED_COUNT

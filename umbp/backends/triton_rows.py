@@ -25,17 +25,17 @@ single object of one range is spread over the device."""
 # Compiled once for every group, when it is opened: nothing that changes from call to call is a
 # constant, and nothing is specialised by its value.
 @triton.jit(do_not_specialize=["first"], do_not_specialize_on_alignment=["block_ids", "staging"])
-def _move_rows(  # noqa: PLR0913 - a kernel has no other way to be told anything
-    bases: Any,
-    strides: Any,
-    block_ids: Any,
-    first: Any,
-    staging: Any,
+def _move_rows(  # type: ignore[no-untyped-def] # noqa: PLR0913 - as Triton wants it
+    bases,
+    strides,
+    block_ids,
+    first,
+    staging,
     row_count: tl.constexpr,
     row_elements: tl.constexpr,
     tile_elements: tl.constexpr,
     into_staging: tl.constexpr,
-) -> None:
+):
     """Moves one tile of one row of one object between KV memory and the staging buffer.
 
     bases, strides: int64[rows], where each row lies in block 0, and how far apart blocks are.
