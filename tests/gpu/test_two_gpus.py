@@ -5,6 +5,7 @@ Engines run in processes of their own (``tests/e2e/engine_process.py``), with ca
 graphs. What is restored is compared with a GPU prefix hit, which goes through the same kernels.
 """
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -20,7 +21,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 
 import engine_process
-from engine import EngineSettings, full_blocks, prompt
+from engine import ENVIRONMENT, EngineSettings, full_blocks, prompt
 from engine_process import EngineProcess, Engines
 from hybrids import ALIGNED
 
@@ -53,19 +54,23 @@ _ENVIRONMENT: Final = {
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+def engines(tmp_path_factory: pytest.TempPathFactory, spawned_engines: None) -> Iterator[Engines]:
     engines = Engines(tmp_path_factory.mktemp("engines"))
     yield engines
     engines.close()
 
 
 @pytest.fixture(scope="module", autouse=True)
-def started_anew() -> Iterator[None]:
-    """An engine starts more slowly on a GPU: graphs are captured and kernels compiled."""
-    before = engine_process._CALL_TIMEOUT_S
-    engine_process._CALL_TIMEOUT_S = 4 * before
-    yield
-    engine_process._CALL_TIMEOUT_S = before
+def spawned_engines() -> Iterator[None]:
+    """Engines are spawned: a process that was forked from one that knows of CUDA cannot use it."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        patch.setattr(engine_process, "_context", multiprocessing.get_context("spawn"))
+        patch.setattr(engine_process, "_start_fork_server", lambda: None)
+        # Graphs are captured and kernels compiled.
+        patch.setattr(engine_process, "_CALL_TIMEOUT_S", 4 * engine_process._CALL_TIMEOUT_S)
+        yield
 
 
 def on_a_gpu(backend: str, **changes: Any) -> EngineSettings:
