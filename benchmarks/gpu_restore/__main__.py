@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Restoring a long prompt on a GPU, beside other connectors, engines taking turns in one run.
 
-python benchmarks/gpu_restore [--connectors ...] [--rounds 15] [--json FILE] [--check]
+python benchmarks/gpu_restore [--connectors ...] [--rounds 9] [--json FILE] [--check]
 
 Every engine has the same model of Llama-3.1-8B's shape with dummy weights, and answers the same
 prompts: cold, from its prefix cache, and after that was emptied. Then requests decode while long
@@ -52,6 +52,12 @@ SMALL = LLAMA_8B | {
     "vocab_size": 1024,
 }
 POOL_BYTES = 8 << 30
+WARM_UP_ROUNDS = 2
+"""For what is compiled or allocated on first use."""
+GAP_ROUNDS = 1
+RUNNING = 16
+"""Requests that decode while others arrive."""
+ARRIVALS = 4
 PATIENCE_S = 600.0
 
 
@@ -156,29 +162,40 @@ def start(children: ExitStack, shape: EngineShape, chosen: Sequence[Connector]) 
     return up
 
 
-def measure(children: Sequence[Child], rounds: int, arrivals: int, output_tokens: int) -> Any:
-    """Has the engines take turns, and returns all samples by engine."""
-    samples: dict[str, list[Mapping[str, Any]]] = {child.name: [] for child in children}
-    for index in range(rounds + 2):
+def take_rounds(children: Sequence[Child], rounds: int) -> dict[str, list[Any]]:
+    """Has the engines answer prompts in turn, and returns the samples of each."""
+    samples: dict[str, list[Any]] = {child.name: [] for child in children}
+    for index in range(WARM_UP_ROUNDS + rounds):
         for child in children:
             sample = child.call("round", 100 + index)
-            # The first two rounds warm up what is compiled or allocated on first use.
-            if index >= 2:
+            if index >= WARM_UP_ROUNDS:
                 samples[child.name].append(sample)
+        print(f"round {index + 1} of {WARM_UP_ROUNDS + rounds}", file=sys.stderr, flush=True)
+    return samples
+
+
+def take_gaps(children: Sequence[Child], arrivals: int, output_tokens: int) -> Any:
+    """Returns the gaps between tokens of each engine: alone, beside hits, beside restores."""
     gaps: dict[str, dict[str, list[float]]] = {child.name: {} for child in children}
     seeds = list(range(500, 500 + arrivals))
-    for attempt in range(3):
+    for attempt in range(1 + GAP_ROUNDS):
         for child in children:
-            of_child = gaps[child.name]
             child.call("prepare", seeds)
             for name, arriving in (("quiet", []), ("hits", seeds), ("restores", seeds)):
                 if name == "restores":
                     child.call("lose_prefix_cache")
-                taken = child.call("gaps", arriving, 16, output_tokens)
+                taken = child.call("gaps", arriving, RUNNING, output_tokens)
                 if attempt:
-                    of_child.setdefault(name, []).extend(taken)
+                    gaps[child.name].setdefault(name, []).extend(taken)
             child.call("lose_prefix_cache")
-    return {"samples": samples, "gaps": gaps}
+        print(f"gaps {attempt} of {GAP_ROUNDS}", file=sys.stderr, flush=True)
+    return gaps
+
+
+def save(path: Path | None, record: Mapping[str, Any]) -> None:
+    """Writes what has been measured so far."""
+    if path is not None:
+        path.write_text(json.dumps(record) + "\n", encoding="utf-8")
 
 
 def main() -> int:
@@ -187,9 +204,9 @@ def main() -> int:
     known = list(connectors(POOL_BYTES))
     parser.add_argument("--connectors", default=",".join(known), help="names, with commas between")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--rounds", type=int, default=15, help="prompts for each engine")
+    parser.add_argument("--rounds", type=int, default=9, help="prompts for each engine")
     parser.add_argument("--tokens", type=int, default=8192, help="tokens of a prompt")
-    parser.add_argument("--output-tokens", type=int, default=300, help="of each running request")
+    parser.add_argument("--output-tokens", type=int, default=200, help="of each running request")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks of each engine")
     parser.add_argument("--small", action="store_true", help="a tiny model, to try the program")
     parser.add_argument("--json", type=Path, help="file for all samples")
@@ -212,17 +229,19 @@ def main() -> int:
         of_all = connectors(capacity)
         chosen = [of_all[name] for name in arguments.connectors.split(",")]
         up = start(children, shape, chosen)
-        measured = measure(up, arguments.rounds, 4, arguments.output_tokens)
-    record = {
-        "benchmark": "gpu_restore",
-        "origin": origin(["torch", "numpy"], sys.argv[1:]),
-        "vllm": vllm.__version__,
-        "prompt_tokens": arguments.tokens,
-        "tensor_parallel": arguments.tensor_parallel,
-        **measured,
-    }
-    if arguments.json:
-        arguments.json.write_text(json.dumps(record) + "\n", encoding="utf-8")
+        record: dict[str, Any] = {
+            "benchmark": "gpu_restore",
+            "origin": origin(["torch", "numpy"], sys.argv[1:]),
+            "vllm": vllm.__version__,
+            "prompt_tokens": arguments.tokens,
+            "tensor_parallel": arguments.tensor_parallel,
+            "samples": take_rounds(up, arguments.rounds),
+            "gaps": {},
+        }
+        save(arguments.json, record)
+        print_report(record)
+        record["gaps"] = take_gaps(up, ARRIVALS, arguments.output_tokens)
+        save(arguments.json, record)
     print_report(record)
     missed = failures(record)
     for line in missed:

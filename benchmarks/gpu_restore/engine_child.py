@@ -13,7 +13,7 @@ import attrs
 
 VOCABULARY: Final = 120_000
 SETTLE_S: Final = 60.0
-QUIET_STEPS: Final = 20
+QUIET_STEPS: Final = 5
 
 
 @attrs.frozen

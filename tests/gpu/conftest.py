@@ -6,12 +6,23 @@ MORI needs a HIP runtime that sees the GPU: ROCm's, or on an NVIDIA GPU ``native
 """
 
 import os
-from typing import NoReturn
+import sys
+from typing import Final, NoReturn
 
 import pytest
 
 from umbp.backends.mori_library import MoriLibrary, hip_device_count, load_mori
 from umbp.errors import BackendUnavailable
+
+_FAILURE_CHARS: Final = 4000
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Shows a failure at once: time on a GPU may end before pytest's own summary comes."""
+    if report.failed:
+        text = str(report.longrepr)[-_FAILURE_CHARS:]
+        sys.__stderr__.write(f"\n-- {report.nodeid} ({report.when})\n{text}\n")
+        sys.__stderr__.flush()
 
 
 @pytest.fixture(scope="session")
