@@ -4,17 +4,18 @@
 Every function adds samples, in microseconds unless it says otherwise, to a dictionary by name.
 """
 
+import contextlib
 import gc
 import pickle
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import attrs
 import numpy as np
 from _plane_engine import ADMIT, ANSWER, MATCH, PLAN, Connector, PlaneEngine, Shape
-from _plane_peers import Umbp
+from _plane_umbp import UmbpOnSockets
 
 MISS = "lookup, nothing found"
 HIT = "lookup, all found"
@@ -50,6 +51,20 @@ _PAGE_BYTES = 1 << 16
 Samples: TypeAlias = dict[str, list[float]]
 
 
+@contextlib.contextmanager
+def settled_heap() -> Iterator[None]:
+    """Spares the garbage collector what is there already: all of torch and vLLM.
+
+    Going through it takes a second, and leaves no line of ours in the processor's caches.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 def measure_requests(
     makers: Sequence[Callable[[], Connector]], shape: Shape, rounds: int
 ) -> dict[str, Samples]:
@@ -63,10 +78,7 @@ def measure_requests(
                 gc.collect()
                 # The first round only warms up.
                 _one_request(peer, engine, samples[name] if round_ else defaultdict(list))
-            if not round_:
-                gc.freeze()
     finally:
-        gc.unfreeze()
         for _, engine in engines.values():
             engine.close()
     return samples
@@ -164,7 +176,7 @@ def measure_waiting(tokens: int, rounds: int) -> Samples:
 
     No rank answers: all requests are asked about in every step, and none leaves the queue.
     """
-    peer = Umbp(with_workers=False, lookup_async=True)
+    peer = UmbpOnSockets(with_workers=False, lookup_async=True)
     engine = PlaneEngine(peer, Shape(tokens=tokens))
     samples: Samples = defaultdict(list)
     try:
@@ -209,7 +221,7 @@ def plans_per_block(
 def measure_store(rounds: int) -> Samples:
     """Measures how long a store of 512 blocks of 32 layers keeps the forward thread."""
     tokens = STORE_BLOCKS * 16
-    peer = Umbp()
+    peer = UmbpOnSockets()
     engine = PlaneEngine(peer, Shape(tokens=tokens, layers=STORE_LAYERS))
     samples: Samples = defaultdict(list)
     generator = np.random.default_rng(0)

@@ -20,14 +20,17 @@ import attrs
 import vllm
 from _measure import origin
 from _plane_engine import Shape
-from _plane_peers import PEERS, InTree, SimpleCpu, Umbp, usable
+from _plane_peers import PEERS, InTree, SimpleCpu, usable
 from _plane_report import Judged, bars, bound, ratio, ratio_of_sums, table
+from _plane_umbp import Umbp, UmbpOnSockets
 
 SHORT, MIDDLE, LONG = 8_192, 32_768, 131_072
 GROWTH_MAX = 18.0
 """Most that 16 times the tokens may cost."""
 REQUEST_MAX = {InTree.name: 1 / 4, SimpleCpu.name: 1 / 2}
 """Most that a request may cost, as a part of what it costs with another connector."""
+GROWING = {Umbp.name: cases.GROWING, UmbpOnSockets.name: (cases.MISS, cases.HIT)}
+"""What may not grow faster than the prompt; sockets make a difference to lookups alone."""
 AGAIN_MAX_US = 5.0
 DECODE_MAX = 1 / 10
 BLOCK_BYTES_MAX = 40.0
@@ -99,8 +102,10 @@ def measure(plan: Plan) -> Results:
     requests = {}
     for groups, ranks, tokens in plan.shapes:
         shape = Shape(groups=groups, ranks=ranks, tokens=tokens)
-        # Beside the others once; how umbp alone grows is judged by itself.
-        makers = [Umbp, *others] if (groups, ranks, tokens) == (1, 1, plan.short) else [Umbp]
+        makers = [Umbp, UmbpOnSockets]
+        # Beside the others once; how umbp grows is judged by itself.
+        if (groups, ranks, tokens) == (1, 1, plan.short):
+            makers += others
         _note(f"requests of {tokens:,} tokens, {groups} groups, {ranks} ranks")
         requests[groups, ranks, tokens] = cases.measure_requests(makers, shape, plan.rounds)
     _note(f"{cases.DECODING} requests that decode")
@@ -138,12 +143,9 @@ def judge(results: Results, plan: Plan) -> list[Judged]:
         if name != Umbp.name
     ]
     judged += [
-        bound("a waiting request that is asked about again", AGAIN_MAX_US, samples, "µs")
-        for samples in (own[cases.AGAIN], results.waiting[cases.WAITING])
+        bound("a waiting request, asked about again", AGAIN_MAX_US, own[cases.AGAIN], "µs"),
+        bound("metadata of a block", BLOCK_BYTES_MAX, own[cases.PER_BLOCK_BYTES], "bytes"),
     ]
-    judged.append(
-        bound("metadata of a block", BLOCK_BYTES_MAX, own[cases.PER_BLOCK_BYTES], "bytes")
-    )
     judged.append(
         ratio(
             f"handing over a store of {cases.STORE_BLOCKS} blocks of {cases.STORE_LAYERS} layers, "
@@ -161,15 +163,17 @@ def _growth(results: Results, plan: Plan) -> list[Judged]:
         return []
     return [
         ratio(
-            f"{plan.long:,} tokens against {plan.short:,}, {groups} groups, {ranks} ranks: {name}",
-            GROWTH_MAX * plan.long / plan.short / 16,
-            samples[Umbp.name][name],
-            results.requests[groups, ranks, plan.short][Umbp.name][name],
+            f"{plan.long:,} tokens against {plan.short:,}, {groups} groups, {ranks} ranks, "
+            f"{connector}: {name}",
+            GROWTH_MAX,
+            samples[connector][name],
+            results.requests[groups, ranks, plan.short][connector][name],
             paired=False,
         )
         for (groups, ranks, tokens), samples in results.requests.items()
         if tokens == plan.long
-        for name in cases.GROWING
+        for connector, names in GROWING.items()
+        for name in names
     ]
 
 
@@ -247,7 +251,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write all samples to this file")
     options = parser.parse_args()
     plan = QUICK if options.quick else FULL if options.full else USUAL
-    results = measure(plan)
+    with cases.settled_heap():
+        results = measure(plan)
     print("\n".join(report(results, plan)))
     judged = [] if options.quick else judge(results, plan)
     lines = [one.line() for one in judged] + [f"skipped {one}" for one in results.skipped]

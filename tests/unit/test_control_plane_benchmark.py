@@ -96,7 +96,9 @@ def made_up(plane: ModuleType, cases: ModuleType, long_us: float = 170.0) -> Any
         "Offloading": {part: [1.0] for part in cases.REQUEST_PARTS},
     }
     requests = {(1, 1, plane.SHORT): {"umbp": own, **others}}
-    requests[1, 1, plane.LONG] = {"umbp": {name: [long_us] for name in cases.GROWING}}
+    requests[1, 1, plane.SHORT]["umbp, sockets"] = own
+    grown = {name: [long_us] for name in cases.GROWING}
+    requests[1, 1, plane.LONG] = {"umbp": grown, "umbp, sockets": grown}
     decode = {"umbp": {cases.DECODE: [9.0]}, "Offloading": {cases.DECODE: [100.0]}}
     store = {cases.SUBMIT: [1.0], cases.REFERENCE: [20.0]}
     return plane.Results(requests, decode, {cases.WAITING: [3.0]}, store, ["v0: not here"])
@@ -109,8 +111,9 @@ def missed(plane: ModuleType, results: Any) -> list[str]:
 def test_every_target_can_be_kept(plane: ModuleType, cases: ModuleType) -> None:
     results = made_up(plane, cases)
     assert missed(plane, results) == []
-    # Two peers, one decode, two questions, metadata, the hand-over, and each hook's growth.
-    assert len(plane.judge(results, plane.USUAL)) == 7 + len(cases.GROWING)
+    # Two peers, one decode, a question, metadata, the hand-over; each hook's growth, and that of
+    # two more on sockets.
+    assert len(plane.judge(results, plane.USUAL)) == 6 + len(cases.GROWING) + 2
 
 
 def test_every_target_can_be_missed(plane: ModuleType, cases: ModuleType) -> None:
@@ -119,10 +122,9 @@ def test_every_target_can_be_missed(plane: ModuleType, cases: ModuleType) -> Non
     results.requests[1, 1, plane.SHORT]["SimpleCPUOffload"][cases.STORE] = [19.0]
     results.decode["umbp"][cases.DECODE] = [11.0]
     results.requests[1, 1, plane.SHORT]["umbp"][cases.AGAIN] = [5.1]
-    results.waiting[cases.WAITING] = [5.1]
     results.requests[1, 1, plane.SHORT]["umbp"][cases.PER_BLOCK_BYTES] = [40.1]
     results.store[cases.SUBMIT] = [1.1]
-    assert len(missed(plane, results)) == 7 + len(cases.GROWING)
+    assert len(missed(plane, results)) == 6 + len(cases.GROWING) + 2
 
 
 def test_a_connector_that_is_not_there_is_not_judged(plane: ModuleType, cases: ModuleType) -> None:
@@ -173,7 +175,8 @@ def test_the_quick_mode_measures_everything(
     assert plane.main() == 0
     result = json.loads(path.read_text(encoding="utf-8"))
     (requests,) = result["requests"]
-    assert {"umbp", "SimpleCPUOffload", "Offloading"} <= set(requests["samples"])
+    names = {"umbp", "umbp, sockets", "SimpleCPUOffload", "Offloading"}
+    assert names <= set(requests["samples"])
     for samples in requests["samples"].values():
         assert {len(values) for values in samples.values()} == {plane.QUICK.rounds}
     assert {"SimpleCPUOffload", "Offloading"} <= set(result["decode"])
