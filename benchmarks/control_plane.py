@@ -245,7 +245,7 @@ def main() -> int:
     """Returns 1 when a target is missed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     how_much = parser.add_mutually_exclusive_group()
-    how_much.add_argument("--quick", action="store_true", help="a few seconds, nothing judged")
+    how_much.add_argument("--quick", action="store_true", help="a few seconds; judges nothing")
     how_much.add_argument("--full", action="store_true", help="every size and layout")
     parser.add_argument("--check", action="store_true", help="as without; for make bench")
     parser.add_argument("--json", type=Path, help="write all samples to this file")
