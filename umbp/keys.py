@@ -14,7 +14,7 @@ All numbers are big-endian. Keys are opaque bytes to every backend.
 """
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 import attrs
@@ -50,6 +50,17 @@ class KeySpace:
         prefix = self.prefix(epoch=epoch, group_index=group_index, rank=rank)
         return [prefix + block_hash for block_hash in block_hashes]
 
+    def keys_of_joined(
+        self, packed: bytes, hash_bytes: int, *, epoch: int, group_index: int, rank: int
+    ) -> list[bytes]:
+        """Returns one key per hash, in order, of hashes that travel joined.
+
+        Raises:
+            ValueError: ``packed`` is not a whole number of hashes.
+        """
+        prefix = self.prefix(epoch=epoch, group_index=group_index, rank=rank)
+        return [prefix + block_hash for (block_hash,) in _each_hash(packed, hash_bytes)]
+
 
 def split_prefix(key: bytes) -> tuple[int, int, int]:
     """Returns (epoch, group index, rank) of a key."""
@@ -67,6 +78,11 @@ def split_hashes(packed: bytes, hash_bytes: int) -> list[bytes]:
     Raises:
         ValueError: ``packed`` is not a whole number of hashes.
     """
+    return [block_hash for (block_hash,) in _each_hash(packed, hash_bytes)]
+
+
+def _each_hash(packed: bytes, hash_bytes: int) -> Iterator[tuple[bytes]]:
     if hash_bytes <= 0 or len(packed) % hash_bytes:
         raise ValueError(f"{len(packed)} bytes are no whole number of {hash_bytes}-byte hashes")
-    return [packed[at : at + hash_bytes] for at in range(0, len(packed), hash_bytes)]
+    # Half as long as slicing.
+    return struct.iter_unpack(f"{hash_bytes}s", packed)

@@ -17,7 +17,7 @@ from umbp.connector.metadata import (
 )
 
 PLAN = TransferPlan(
-    1 << 40, "request ä", 2, [PlanPart(3, 32, bytes(range(64)), pack_ids([7, 1 << 40]))], True
+    1 << 40, "request ä", 2, [PlanPart(3, 32, bytes(range(64)), pack_ids([7, 1 << 30]))], True
 )
 MESSAGES: list[Any] = [
     StepMetadata(0),

@@ -133,8 +133,8 @@ def test_all_of_the_prompt_is_planned(planning: ModuleType) -> None:
     for rules, loaded in ((planning.one_group(), 511), (planning.four_groups(), 16)):
         request = planning.Request(rules, 8192)
         assert request.found.end_tokens == 8176
-        assert sum(len(part.block_ids) // 8 for part in request.load()) == loaded
-        assert sum(len(part.block_ids) // 8 for part in request.store()) == 8192 // (
+        assert sum(len(part.block_ids) // 4 for part in request.load()) == loaded
+        assert sum(len(part.block_ids) // 4 for part in request.store()) == 8192 // (
             rules.groups[-1].block_tokens
         )
 

@@ -2,6 +2,8 @@
 """A lookup client over real Unix sockets: what healthy ranks and what sick ones lead to."""
 
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -325,6 +327,21 @@ def test_a_question_dropped_early_says_nothing_about_the_ranks(
         client.ask(make_question(question_id))
         client.forget(question_id)
     assert client.seen.connections_rebuilt == 0
+
+
+def test_a_client_that_is_dropped_lets_go_of_its_sockets(tmp_path: Path) -> None:
+    """The collector would end the context first, which waits for the sockets for ever."""
+    script = (
+        "import gc, sys, pathlib\n"
+        "from umbp.backends.lookup_client import SocketLookupClient\n"
+        "path = pathlib.Path(sys.argv[1])\n"
+        "path.chmod(0o700)\n"
+        "client = SocketLookupClient([path / 'rank'], namespace=bytes(16), lookup_timeout_ms=1)\n"
+        "client.itself = client\n"
+        "del client\n"
+        "gc.collect()\n"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=PATIENCE_S)
 
 
 def test_a_full_queue_is_an_answer_and_asking_never_waits(

@@ -9,6 +9,7 @@ what is queued on the old one can only be answered too late.
 
 import math
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
@@ -120,9 +121,13 @@ class SocketLookupClient:
         self._context = zmq.Context()
         self._poller = zmq.Poller()
         self._ranks = [_Rank(index, path, self._connect(path)) for index, path in enumerate(paths)]
+        self._rank_of = {rank.socket: rank for rank in self._ranks}
         self._open: dict[int, _OpenQuestion] = {}
         self._ready: list[LookupAnswer] = []
         self._is_closed = False
+        # Of a client that is dropped without being closed, the collector would end the context
+        # before its sockets, and that waits for ever.
+        self._disconnect = weakref.finalize(self, _disconnect, self._ranks, self._context)
 
     def ask(self, question: LookupQuestion) -> None:
         """Sends a question to every rank, or settles it at once when that is not possible.
@@ -151,13 +156,11 @@ class SocketLookupClient:
         """Returns answers that have come in, waiting at most ``wait_s`` for the first."""
         if not self._is_closed:
             deadline_s = self._clock() + wait_s
-            self._receive()
-            while self._open and not self._ready:
+            remaining_s = wait_s if self._open and not self._ready else 0.0
+            self._receive(remaining_s)
+            while self._open and not self._ready and remaining_s > 0:
                 remaining_s = deadline_s - self._clock()
-                if remaining_s <= 0:
-                    break
-                self._poller.poll(math.ceil(remaining_s * 1000))
-                self._receive()
+                self._receive(remaining_s)
         ready, self._ready = self._ready, []
         return ready
 
@@ -183,9 +186,7 @@ class SocketLookupClient:
         self._is_closed = True
         self._open.clear()
         self._ready.clear()
-        for rank in self._ranks:
-            rank.socket.close(linger=0)
-        self._context.term()
+        self._disconnect()
 
     def _send(self, question: LookupQuestion) -> str:
         """Queues a question for every rank; returns why not, or an empty string."""
@@ -203,20 +204,31 @@ class SocketLookupClient:
                 return f"rank {rank.index} reads no questions and its queue is full"
         return ""
 
-    def _receive(self) -> None:
-        """Takes the frames that are there, a bounded number from each rank."""
-        for rank in self._ranks:
-            for _ in range(self._queue_limit):
-                try:
-                    frames = rank.socket.recv_multipart(zmq.NOBLOCK)
-                except zmq.Again:
-                    break
-                rank.heard_s = self._clock()
-                rank.is_silent = False
-                if len(frames) == 1:
-                    self._take(rank, frames[0])
-                else:
-                    self.seen.frames_dropped += 1
+    def _receive(self, wait_s: float = 0.0) -> None:
+        """Takes the frames that are there, a bounded number from each rank.
+
+        Args:
+            wait_s: How long to wait for the first.
+        """
+        timeout_ms = max(0, math.ceil(wait_s * 1000))
+        # The poller says who has something; asking a socket that has nothing costs an exception.
+        for _ in range(self._queue_limit):
+            readable = self._poller.poll(timeout_ms)
+            if not readable:
+                return
+            for socket, _ in readable:
+                self._receive_from(self._rank_of[socket])
+            timeout_ms = 0
+
+    def _receive_from(self, rank: _Rank) -> None:
+        """Takes one frame of a rank that has some."""
+        frames = rank.socket.recv_multipart(zmq.NOBLOCK)
+        rank.heard_s = self._clock()
+        rank.is_silent = False
+        if len(frames) == 1:
+            self._take(rank, frames[0])
+        else:
+            self.seen.frames_dropped += 1
 
     def _take(self, rank: _Rank, frame: bytes) -> None:
         try:
@@ -258,8 +270,10 @@ class SocketLookupClient:
 
     def _renew(self, rank: _Rank) -> None:
         self._poller.unregister(rank.socket)
+        del self._rank_of[rank.socket]
         rank.socket.close(linger=0)
         rank.socket = self._connect(rank.path)
+        self._rank_of[rank.socket] = rank
         rank.is_silent = False
         self.seen.connections_rebuilt += 1
         # Their replies can only come to the connection that is gone.
@@ -275,6 +289,12 @@ class SocketLookupClient:
         dealer.connect(f"ipc://{path}")
         self._poller.register(dealer, zmq.POLLIN)
         return dealer
+
+
+def _disconnect(ranks: Sequence[_Rank], context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+    for rank in ranks:
+        rank.socket.close(linger=0)
+    context.term()
 
 
 def _masks(

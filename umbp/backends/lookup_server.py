@@ -29,7 +29,7 @@ from umbp.backends.lookup_messages import (
 )
 from umbp.backends.socket_path import SocketClaim, claim
 from umbp.errors import BackendUnavailable
-from umbp.keys import KeySpace, split_hashes
+from umbp.keys import KeySpace
 
 logger = logging.getLogger(__name__)
 
@@ -174,8 +174,9 @@ class LookupServer:
         return tuple(self._mask(part, question.epoch) for part in question.parts)
 
     def _mask(self, part: QuestionPart, epoch: int) -> bytes:
-        keys = self._keyspace.keys(
-            split_hashes(part.hashes, part.hash_bytes),
+        keys = self._keyspace.keys_of_joined(
+            part.hashes,
+            part.hash_bytes,
             epoch=epoch,
             group_index=part.group_index,
             rank=self._rank,

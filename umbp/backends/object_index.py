@@ -75,7 +75,7 @@ class ObjectIndex:
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Says which objects exist now, in order; no object counts as used by that."""
         with self._lock:
-            return [key in self._objects for key in keys]
+            return list(map(self._objects.__contains__, keys))
 
     def reserve(self, keys: Sequence[bytes], object_bytes: int) -> Reservation:
         """Makes room for those keys that do not exist, evicting what was not used for longest.

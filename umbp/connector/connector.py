@@ -151,7 +151,9 @@ class UMBPStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Takes the blocks that a request was given."""
-        self.scheduler_side.admitted(request, blocks.get_block_ids(), num_external_tokens)
+        # Their ids matter to a load only, and vLLM makes the lists anew for each who asks.
+        block_ids = blocks.get_block_ids() if num_external_tokens else ()
+        self.scheduler_side.admitted(request, block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """Plans the step's stores and hands all new transfers to the workers."""

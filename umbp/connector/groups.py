@@ -223,7 +223,8 @@ class GroupRules:
         """
         if self.is_simple:
             (mask,), (group,) = present, self.groups
-            run = len(mask) if mask.all() else int(mask.argmin())
+            hole = mask.tobytes().find(False)
+            run = len(mask) if hole < 0 else hole
             end = min(local_tokens // self.hash_tokens + run, limit_tokens // self.hash_tokens)
             return RunHit(end * self.hash_tokens, group, block_hashes)
         pool = self._pool

@@ -3,6 +3,7 @@
 
 import logging
 from collections.abc import Sequence
+from typing import Final
 
 import attrs
 import numpy as np
@@ -14,6 +15,10 @@ from umbp.fsm import LookupAnswered, RequestContext, StartLookup
 from umbp.fsm.quarantine import Quarantine
 
 logger = logging.getLogger(__name__)
+
+OPEN_MAX: Final = 128
+"""Half of what a client over sockets takes at once: one that takes no more says that a block is
+missing, and a request at the end of a long queue would be computed for nothing."""
 
 
 @attrs.frozen(eq=False)
@@ -74,6 +79,11 @@ class OpenLookups:
             self._ready.append(answer)
             return
         self._questions[question_id] = _Question(context, command.begin_tokens, asked)
+
+    @property
+    def are_many(self) -> bool:
+        """Whether the next question is better asked when one of those that are open has ended."""
+        return len(self._questions) >= OPEN_MAX
 
     def drop(self, question_id: int) -> None:
         """Forgets a question; its answer is not returned."""

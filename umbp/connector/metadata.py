@@ -3,11 +3,12 @@
 
 Plain values only (numbers, strings, bytes, lists of such), so that they survive vLLM's message
 queue, its msgpack encoder, and whatever takes their place. Blocks travel as two columns: hashes
-joined, and ids as int64; 40 bytes a block with SHA-256.
+joined, and ids as int32; 36 bytes a block with SHA-256.
 
 The worker is told what to move and nothing else: not which state a request is in, nor why.
 """
 
+import struct
 from collections.abc import Sequence
 
 import attrs
@@ -22,13 +23,14 @@ from umbp.fsm import TransferLease
 
 
 def pack_ids(block_ids: Sequence[int]) -> bytes:
-    """Packs block ids as int64."""
-    return np.asarray(block_ids, dtype=np.int64).tobytes()
+    """Packs block ids as int32, which is what vLLM's own block tables hold."""
+    # A third of what numpy needs to read a tuple.
+    return struct.pack(f"={len(block_ids)}i", *block_ids)
 
 
 def unpack_ids(packed: bytes) -> Int64Array:
     """Returns int64[blocks]."""
-    return np.frombuffer(packed, dtype=np.int64)
+    return np.frombuffer(packed, dtype=np.int32).astype(np.int64)
 
 
 @attrs.define
@@ -39,7 +41,7 @@ class PlanPart:
         group_index: Index of the group.
         hash_bytes: Length of one block hash.
         hashes: Block hashes, joined.
-        block_ids: int64[blocks], packed.
+        block_ids: int32[blocks], packed.
     """
 
     group_index: int

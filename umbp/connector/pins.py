@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What umbp does to vLLM's block pool: it pins blocks, and takes wrong ones out of the cache."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from umbp.fsm import TransferLease
@@ -22,7 +22,7 @@ class BlockPins:
 
     def pin(self, lease: TransferLease) -> None:
         """Adds one reference to each block of a lease."""
-        self._pool.touch(list(self._blocks(lease)))
+        self._pool.touch(self._blocks(lease))
 
     def release(self, lease: TransferLease) -> None:
         """Drops one reference from each block of a lease, the last block first.
@@ -30,7 +30,7 @@ class BlockPins:
         vLLM evicts in the order in which blocks are freed, and wants the tail of a prefix gone
         before its head.
         """
-        self._pool.free_blocks(reversed(list(self._blocks(lease))))
+        self._pool.free_blocks(reversed(self._blocks(lease)))
 
     def holds_alone(self, lease: TransferLease) -> bool:
         """Says whether some block of a lease would be free if the lease were released."""
@@ -47,11 +47,8 @@ class BlockPins:
             while found := self._pool.get_cached_block(block_hash, [group_index]):
                 self._pool.evict_blocks({block.block_id for block in found})
 
-    def _blocks(self, lease: TransferLease) -> Iterator[Any]:
-        # A lease names no block twice within a group, and groups share one space of ids.
+    def _blocks(self, lease: TransferLease) -> list[Any]:
+        # A lease names no block twice within a group, groups share one space of ids, and null
+        # blocks are in no lease.
         blocks = self._pool.blocks
-        for part in lease.parts:
-            for block_id in part.block_ids:
-                block = blocks[block_id]
-                if not block.is_null:
-                    yield block
+        return [blocks[block_id] for part in lease.parts for block_id in part.block_ids]

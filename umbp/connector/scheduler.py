@@ -123,6 +123,7 @@ class SchedulerSide:
         self._bytes = {"bytes_loaded": 0, "bytes_stored": 0}
         self._refused_events = 0
         self._admissions_put_off = 0
+        self._lookups_put_off = 0
 
     # ------------------------------------------------------------ hooks
 
@@ -156,17 +157,13 @@ class SchedulerSide:
             # Should the load fail, vLLM has one reader of the blocks compute them again, and lets
             # the others read them before that is done. The next step is soon enough.
             return None, False
-        now_s = self._clock()
         self._local_tokens = local_tokens
-        self._bound.room.leave(request.request_id)
-        reply = self.core.lookup_reply(request.request_id, local_tokens, now_s)
-        if isinstance(reply, LookupReply):
-            if reply is LookupReply.ASK:
-                self._ask(request, local_tokens, now_s)
-            reply = self._await_reply(request.request_id, local_tokens)
+        room = self._bound.room
+        room.leave(request.request_id)
+        reply = self._reply(request, local_tokens)
         if reply is LookupReply.WAIT:
             return None, False
-        if self._bound.room.is_short(request):
+        if room.is_short(request):
             self._admissions_put_off += 1
             return None, False
         if not isinstance(reply, int) or reply == 0:
@@ -321,6 +318,7 @@ class SchedulerSide:
             **self._bytes,
             "events_refused": self._refused_events,
             "admissions_put_off": self._admissions_put_off,
+            "lookups_put_off": self._lookups_put_off,
             "requests_live": len(self.core.requests),
             "leases_open": len(self.core.leases),
             "blocks_pinned": self.core.pinned_blocks,
@@ -380,20 +378,50 @@ class SchedulerSide:
 
     # ------------------------------------------------------------ lookups
 
-    def _ask(self, request: Any, local_tokens: int, now_s: float) -> None:
+    def _reply(self, request: Any, local_tokens: int) -> "int | LookupReply":
+        """Says what is known of a request, and asks when nothing is."""
+        request_id = request.request_id
+        reply = self.core.lookup_reply(request_id, local_tokens, self._clock())
+        if reply is LookupReply.ASK:
+            if not self._ask(request, local_tokens):
+                return LookupReply.WAIT
+            reply = self.core.lookup_reply(request_id, local_tokens, self._clock())
+        if self._lookup_async:
+            if reply is not LookupReply.WAIT or self._answers_taken:
+                return reply
+            # Once per step is enough: a thousand waiting requests must not poll a thousand times.
+            self._answers_taken = True
+            self._take_answers(0.0)
+            return self.core.lookup_reply(request_id, local_tokens, self._clock())
+        while reply is LookupReply.WAIT:
+            left_s = self.core.requests[request_id].deadline_s - self._clock()
+            if left_s > 0:
+                self._take_answers(left_s)
+            else:
+                self._perform(self.core.tick(self._clock()))
+            reply = self.core.lookup_reply(request_id, local_tokens, self._clock())
+        return reply
+
+    def _ask(self, request: Any, local_tokens: int) -> bool:
+        """Asks, or says that there is nothing to ask; False: it must be put off."""
+        lookups = self._bound.lookups
         # The last token is always computed: its logits are what the engine wants.
         limit = min(request.num_tokens - 1, len(request.block_hashes) * self._unit)
         store_end = request.num_prompt_tokens if self._store else 0
         if self._store and self._save_decode_cache:
             store_end += request.max_tokens
         useful = (
-            self._bound.lookups is not None
+            lookups is not None
             and self.core.may_lookup(request.request_id)
             and limit - limit % self._unit > local_tokens
             and not request.skip_reading_prefix_cache
         )
+        if useful and self._lookup_async and lookups is not None and lookups.are_many:
+            self._lookups_put_off += 1
+            return False
         kind = LookupAsked if useful else LookupSkipped
         self._give(kind(request.request_id, request, local_tokens, limit, store_end))
+        return True
 
     def _shares_open_load(self, request: Any, local_tokens: int) -> bool:
         """Says whether the engine's own hit rests on blocks that this step is to load.
@@ -409,26 +437,6 @@ class SchedulerSide:
             ):
                 return True
         return False
-
-    def _await_reply(self, request_id: str, local_tokens: int) -> "int | LookupReply":
-        """Takes answers that are there; without ``lookup_async``, waits for the one asked for."""
-        if self._lookup_async:
-            # Once per step is enough: a thousand waiting requests must not poll a thousand times.
-            if not self._answers_taken:
-                self._answers_taken = True
-                self._take_answers(0.0)
-            return self.core.lookup_reply(request_id, local_tokens, self._clock())
-        self._take_answers(0.0)
-        while True:
-            now_s = self._clock()
-            reply = self.core.lookup_reply(request_id, local_tokens, now_s)
-            if reply is not LookupReply.WAIT:
-                return reply
-            left_s = self.core.requests[request_id].deadline_s - now_s
-            if left_s > 0:
-                self._take_answers(left_s)
-            else:
-                self._perform(self.core.tick(now_s))
 
     def _take_answers(self, wait_s: float) -> None:
         lookups = self._bound.lookups

@@ -27,7 +27,7 @@ from umbp.connector.metadata import (
     unpack_ids,
 )
 from umbp.errors import BackendError, BackendStalled
-from umbp.keys import PREFIX_BYTES, KeySpace, split_hashes
+from umbp.keys import PREFIX_BYTES, KeySpace
 
 logger = logging.getLogger(__name__)
 
@@ -173,8 +173,9 @@ class WorkerSide:
             tuple(
                 TransferPart(
                     part.group_index,
-                    self._keyspace.keys(
-                        split_hashes(part.hashes, part.hash_bytes),
+                    self._keyspace.keys_of_joined(
+                        part.hashes,
+                        part.hash_bytes,
                         epoch=plan.epoch,
                         group_index=part.group_index,
                         rank=self._rank,

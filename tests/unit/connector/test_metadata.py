@@ -18,7 +18,7 @@ from umbp.connector.metadata import (
 )
 
 PLAN = TransferPlan(
-    5, "request", 2, [PlanPart(0, 32, bytes(range(64)), pack_ids([7, 1 << 40]))], True
+    5, "request", 2, [PlanPart(0, 32, bytes(range(64)), pack_ids([7, 1 << 30]))], True
 )
 MESSAGES: list[Any] = [
     StepMetadata(0),
@@ -61,7 +61,8 @@ def test_answers_cannot_be_joined_with_another_connectors() -> None:
         WorkerMetadata([]).aggregate("something else")  # type: ignore[arg-type]
 
 
-def test_ids_are_columns_of_eight_bytes() -> None:
+def test_ids_are_columns_of_four_bytes() -> None:
     packed = pack_ids(list(range(512)))
-    assert len(packed) == 8 * 512
+    assert len(packed) == 4 * 512
+    assert unpack_ids(packed).dtype == np.int64
     assert np.array_equal(unpack_ids(packed), np.arange(512))

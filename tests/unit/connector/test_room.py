@@ -49,6 +49,21 @@ def test_a_request_without_a_hit_waits_too() -> None:
     assert bench.side.matched_tokens(second, 0) == (0, False)
 
 
+def test_what_is_owed_follows_every_coming_and_going() -> None:
+    pool = FakePool(4)
+    room = Room(SimpleNamespace(groups=(Group(0, 16, False, False, False),)), pool)
+    first, second, third = (FakeRequest.of(name, 31) for name in "abc")
+    room.take(first, ([1],))
+    room.take(first, ([1],))
+    room.take(second, ([2],))
+    # Of three free blocks, the two that have loaded need one each, and the third needs two.
+    assert room.is_short(third)
+    assert not room.is_short(first)
+    room.leave("a")
+    room.leave("a")
+    assert not room.is_short(third)
+
+
 def test_with_room_for_both_nobody_waits() -> None:
     bench, first, second = two_requests(12)
     admit(bench, first)

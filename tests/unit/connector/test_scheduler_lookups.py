@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from umbp.connector.lookups import OPEN_MAX
 from umbp.connector.metadata import unpack_ids
 from umbp.errors import BackendError
 
@@ -113,6 +114,23 @@ def test_asynchronous_lookup_polls_once_a_step_however_many_wait() -> None:
     for index in range(50):
         bench.side.matched_tokens(FakeRequest.of(f"r{index}", 100), 0)
     assert len(bench.lookups.waits_s) == 1
+
+
+def test_a_long_queue_asks_by_and_by_and_misses_nothing() -> None:
+    bench = Bench(lookup_async=True)
+    bench.lookups.is_silent = True
+    bench.store_hashes(3)
+    queue = [FakeRequest.of(f"r{index}", 100) for index in range(OPEN_MAX + 20)]
+    for request in queue:
+        assert bench.side.matched_tokens(request, 0) == (None, False)
+    assert len(bench.lookups.questions) == OPEN_MAX
+    assert bench.side.counters()["lookups_put_off"] == 20
+    bench.lookups.is_silent = False
+    bench.idle_step()
+    found = [bench.side.matched_tokens(request, 0) for request in queue]
+    assert found == [(48, True)] * OPEN_MAX + [(None, False)] * 20
+    bench.idle_step()
+    assert [bench.side.matched_tokens(request, 0) for request in queue] == [(48, True)] * len(queue)
 
 
 @pytest.mark.parametrize("lookup_async", [False, True])
