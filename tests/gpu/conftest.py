@@ -7,9 +7,11 @@ MORI needs a HIP runtime that sees the GPU: ROCm's, or on an NVIDIA GPU ``native
 
 import os
 import sys
-from typing import Final, NoReturn
+from collections.abc import Iterator
+from typing import Any, Final, NoReturn
 
 import pytest
+from gpu_engines import spawned_engines
 
 from umbp.backends.mori_library import MoriLibrary, hip_device_count, load_mori
 from umbp.errors import BackendUnavailable
@@ -23,6 +25,13 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         text = str(report.longrepr)[-_FAILURE_CHARS:]
         sys.__stderr__.write(f"\n-- {report.nodeid} ({report.when})\n{text}\n")
         sys.__stderr__.flush()
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Starts engines on GPUs."""
+    with spawned_engines(tmp_path_factory.mktemp("engines")) as engines:
+        yield engines
 
 
 @pytest.fixture(scope="session")
