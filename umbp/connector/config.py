@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the user configured, checked, for both sides of the connector."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,34 @@ class ConnectorOptions:
     )
 
 
+def read_options(
+    raw: Mapping[str, Any], find: Callable[[str], type[Backend]] = find_backend
+) -> tuple[ConnectorOptions, type[Backend], Any]:
+    """Reads what the user wrote, as far as that can be judged without an engine.
+
+    Args:
+        raw: Names and values of options, of the connector and of the backend.
+        find: Finds a backend by its name.
+
+    Returns:
+        The connector's options, the backend and the backend's options.
+
+    Raises:
+        ConfigError: Something in it cannot work.
+    """
+    name = raw.get("backend", attrs.fields(ConnectorOptions).backend.default)
+    if not isinstance(name, str):
+        raise ConfigError(f"option backend is {name!r}; give the name of a backend as a string")
+    backend = find(name)
+    options, backend_options = parse_options(raw, ConnectorOptions, backend.options_type)
+    if not backend.pool_in_worker and not options.load_async:
+        raise ConfigError(
+            f"option load_async is false, but the pool of backend {name!r} is another process: "
+            "if that were stopped, a step of the engine would wait for it; remove load_async"
+        )
+    return options, backend, backend_options
+
+
 @attrs.frozen
 class ConnectorConfig:
     """Everything that both sides derive from vLLM's configuration, equal in every process.
@@ -114,22 +142,13 @@ class ConnectorConfig:
             ConfigError: Something in it cannot work.
         """
         raw = dict(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
-        name = raw.get("backend", attrs.fields(ConnectorOptions).backend.default)
-        if not isinstance(name, str):
-            raise ConfigError(f"option backend is {name!r}; give the name of a backend as a string")
-        backend = find(name)
-        options, backend_options = parse_options(raw, ConnectorOptions, backend.options_type)
-        if not backend.pool_in_worker and not options.load_async:
-            raise ConfigError(
-                f"option load_async is false, but the pool of backend {name!r} is another process: "
-                "if that were stopped, a step of the engine would wait for it; remove load_async"
-            )
+        options, backend, backend_options = read_options(raw, find)
         parallel = vllm_config.parallel_config
         if backend.pool_in_worker and getattr(parallel, "nnodes", 1) > 1:
             raise ConfigError(
-                f"option backend is {name!r}, whose pools are asked over Unix sockets, and nnodes "
-                f"is {parallel.nnodes}; run this engine on one node, or choose a backend whose "
-                "pool is elsewhere"
+                f"option backend is {options.backend!r}, whose pools are asked over Unix sockets, "
+                f"and nnodes is {parallel.nnodes}; run this engine on one node, or choose a "
+                "backend whose pool is elsewhere"
             )
         return cls(
             options=options,
