@@ -2,8 +2,8 @@
 """The command line: arguments in, exit status out.
 
 Exit status: 0 all went well; 1 the demo's conditions were not met, a check of the simulation
-or of the doctor failed, or a server ended by itself; 2 wrong arguments or a configuration that
-cannot work, with one line on standard error; 130 interrupted.
+or of the doctor failed, what is explained shares nothing, or a server ended by itself; 2 wrong
+arguments or a configuration that cannot work, with one line on standard error; 130 interrupted.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import umbp
 from umbp.cli.arguments import key_value, positive
 from umbp.cli.demo_models import DEFAULT_MODEL, MODELS
 from umbp.cli.doctor_options import add_doctor
+from umbp.cli.explain import add_explain
 from umbp.cli.serve import add_serve
 from umbp.cli.sim_options import add_sim
 from umbp.errors import UmbpError
@@ -85,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     _add_demo(commands)
     add_doctor(commands)
+    add_explain(commands)
     add_serve(commands)
     add_sim(commands)
     backends = commands.add_parser(

@@ -18,7 +18,11 @@ from umbp.options import option, parse_options
 
 @attrs.frozen
 class ConnectorOptions:
-    """Options of the connector itself, whatever the backend."""
+    """Options of the connector itself, whatever the backend.
+
+    Raises:
+        ConfigError: Something is to be written, and nobody says where.
+    """
 
     backend: str = option(
         "memory", help="Entry-point name of the backend that keeps the objects (`umbp backends`)."
@@ -78,6 +82,26 @@ class ConnectorOptions:
         help="Directory in which umbp makes a private one for its lookup sockets. Default: vLLM's "
         "RPC base path.",
     )
+    report_dir: str = option(
+        "",
+        help="Directory of this user's alone in which the engine writes at start what its "
+        "namespace is made of, for `umbp explain`, and what else is asked for. Empty: nothing is "
+        "written.",
+    )
+    explain_lookups: int = option(
+        0,
+        help="So many of the last lookups, at least, are written to report_dir, with the first "
+        "object that each lacked. 0: none.",
+        minimum=0,
+        maximum=1_000_000,
+    )
+
+    def __attrs_post_init__(self) -> None:
+        if self.explain_lookups and not self.report_dir:
+            raise ConfigError(
+                f"option explain_lookups is {self.explain_lookups} and needs option report_dir; "
+                "set it to a directory"
+            )
 
 
 def read_options(
@@ -186,6 +210,18 @@ class ConnectorConfig:
         """Returns a name of this engine, unique among the live engines of a host."""
         parts = [keyspace.namespace.hex()[:12], f"dp{self.dp_index}", self.options.lookup_instance]
         return "-".join(part for part in parts if part)
+
+    def report_path(self, keyspace: KeySpace, suffix: str) -> Path | None:
+        """Returns where a report of this engine goes; None when none is wanted.
+
+        Args:
+            keyspace: Keys of the namespace.
+            suffix: Which report, such as ``.manifest.json``.
+        """
+        directory = self.options.report_dir
+        return (
+            Path(directory).absolute() / (self.instance(keyspace) + suffix) if directory else None
+        )
 
     def socket_paths(self, keyspace: KeySpace) -> list[Path]:
         """Returns the lookup socket of each rank, in order."""

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Opens the two sides: backend, sockets, core, in the order in which they need each other."""
 
+import json
 import logging
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 
+import umbp
 from umbp.backends.base import (
     EpochSource,
     LookupClient,
@@ -20,6 +22,8 @@ from umbp.backends.lookup_client import SocketLookupClient
 from umbp.backends.lookup_server import LookupServer
 from umbp.connector.config import ConnectorConfig
 from umbp.connector.layout import kv_memory
+from umbp.connector.lookup_log import LookupLog
+from umbp.connector.report_files import BoundedLines, open_directory, write_whole
 from umbp.connector.scheduler import SchedulerSide
 from umbp.connector.support import why_load_async
 from umbp.connector.worker import WorkerSide
@@ -27,6 +31,9 @@ from umbp.fsm import Core, CoreLimits
 from umbp.keys import KeySpace
 
 logger = logging.getLogger(__name__)
+
+MANIFEST_SUFFIX: Final = ".manifest.json"
+LOOKUPS_SUFFIX: Final = ".lookups.jsonl"
 
 
 def open_scheduler_side(  # noqa: PLR0913 - keyword-only
@@ -79,9 +86,39 @@ def open_scheduler_side(  # noqa: PLR0913 - keyword-only
         store=transfer.is_kv_producer,
         save_decode_cache=options.save_decode_cache,
         shared_epoch=shared_epoch,
+        lookup_log=_lookup_log(config, keyspace),
         strict=strict,
         clock=clock,
     )
+
+
+def _lookup_log(config: ConnectorConfig, keyspace: KeySpace) -> LookupLog | None:
+    """Opens the log of lookups, if one is wanted."""
+    path, kept = config.report_path(keyspace, LOOKUPS_SUFFIX), config.options.explain_lookups
+    return LookupLog(BoundedLines(path, kept)) if path is not None and kept else None
+
+
+def write_manifest(
+    config: ConnectorConfig, keyspace: KeySpace, manifest: Mapping[str, Any]
+) -> None:
+    """Writes what the namespace is made of, if that is wanted.
+
+    Raises:
+        ConfigError: The directory is not this user's alone.
+    """
+    path = config.report_path(keyspace, MANIFEST_SUFFIX)
+    if path is None:
+        return
+    open_directory(path.parent)
+    report = {
+        "umbp": umbp.__version__,
+        "instance": config.instance(keyspace),
+        "backend": config.options.backend,
+        "namespace": keyspace.namespace.hex(),
+        "manifest": manifest,
+    }
+    write_whole(path, json.dumps(report, indent=2, default=str) + "\n")
+    logger.info("umbp has written its manifest to %s", path)
 
 
 def load_async(wanted: bool, vllm_config: Any, kv_cache_config: Any) -> bool:
