@@ -95,13 +95,21 @@ class ConnectorOptions:
         minimum=0,
         maximum=1_000_000,
     )
+    trace_bytes: int = option(
+        0,
+        help="What happens to requests and transfers is written to report_dir, in two files of so "
+        "many bytes together at most, for `umbp trace`. 0: nothing is.",
+        unit="bytes",
+        minimum=0,
+    )
 
     def __attrs_post_init__(self) -> None:
-        if self.explain_lookups and not self.report_dir:
-            raise ConfigError(
-                f"option explain_lookups is {self.explain_lookups} and needs option report_dir; "
-                "set it to a directory"
-            )
+        for name in ("explain_lookups", "trace_bytes"):
+            if getattr(self, name) and not self.report_dir:
+                raise ConfigError(
+                    f"option {name} is {getattr(self, name)} and needs option report_dir; set it "
+                    "to a directory"
+                )
 
 
 def read_options(

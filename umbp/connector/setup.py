@@ -29,11 +29,13 @@ from umbp.connector.support import why_load_async
 from umbp.connector.worker import WorkerSide
 from umbp.fsm import Core, CoreLimits
 from umbp.keys import KeySpace
+from umbp.trace.recorder import TracedCore, TraceFile
 
 logger = logging.getLogger(__name__)
 
 MANIFEST_SUFFIX: Final = ".manifest.json"
 LOOKUPS_SUFFIX: Final = ".lookups.jsonl"
+TRACE_SUFFIX: Final = ".trace.jsonl"
 
 
 def open_scheduler_side(  # noqa: PLR0913 - keyword-only
@@ -45,7 +47,7 @@ def open_scheduler_side(  # noqa: PLR0913 - keyword-only
     strict: bool,
     open_lookup: Callable[[ConnectorConfig, KeySpace], LookupClient] | None = None,
     clock: Callable[[], float] = time.monotonic,
-    make_core: Callable[[CoreLimits, int], Core] = Core,
+    make_core: Callable[[CoreLimits, int], Core] | None = None,
 ) -> SchedulerSide:
     """Opens the scheduler's side. No pool, no MORI: at most a client that asks.
 
@@ -57,7 +59,8 @@ def open_scheduler_side(  # noqa: PLR0913 - keyword-only
         strict: Raise what would otherwise be logged and counted; for tests.
         open_lookup: Opens the client that asks; None: the one that fits the backend.
         clock: Seconds, monotonic.
-        make_core: Makes the core from its limits and its first epoch; for whoever watches it.
+        make_core: Makes the core from its limits and its first epoch, for whoever watches it; None:
+            as the options say.
 
     Raises:
         ConfigError: An option cannot work.
@@ -79,7 +82,9 @@ def open_scheduler_side(  # noqa: PLR0913 - keyword-only
         lookups = (open_lookup or _open_lookup)(config, keyspace)
     shared_epoch = _open_epoch(config)
     return SchedulerSide(
-        make_core(limits, shared_epoch.current() if shared_epoch is not None else 0),
+        (make_core or _core_maker(config, keyspace))(
+            limits, shared_epoch.current() if shared_epoch is not None else 0
+        ),
         lookups,
         load_async=load_async(options.load_async, vllm_config, kv_cache_config),
         lookup_async=options.lookup_async,
@@ -90,6 +95,20 @@ def open_scheduler_side(  # noqa: PLR0913 - keyword-only
         strict=strict,
         clock=clock,
     )
+
+
+def _core_maker(config: ConnectorConfig, keyspace: KeySpace) -> Callable[[CoreLimits, int], Core]:
+    """Returns what makes the core, under trace if that is wanted."""
+    path, bytes_max = config.report_path(keyspace, TRACE_SUFFIX), config.options.trace_bytes
+    if path is None or not bytes_max:
+        return Core
+
+    def make_core(limits: CoreLimits, epoch: int) -> Core:
+        core = TracedCore(limits, epoch)
+        core.trace_to(TraceFile(path, bytes_max))
+        return core
+
+    return make_core
 
 
 def _lookup_log(config: ConnectorConfig, keyspace: KeySpace) -> LookupLog | None:

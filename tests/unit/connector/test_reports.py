@@ -8,11 +8,13 @@ import pytest
 
 from umbp.connector.config import ConnectorConfig
 from umbp.connector.namespace import digest, manifest
-from umbp.connector.setup import write_manifest
+from umbp.connector.setup import _core_maker, _lookup_log, write_manifest
 from umbp.errors import ConfigError
 from umbp.explain.manifests import compare, read_manifest
 from umbp.explain.meanings import MEANINGS, meaning_of
+from umbp.fsm import Core, CoreLimits, LookupAsked
 from umbp.keys import KeySpace
+from umbp.trace.replay import play
 
 from .namespace_bench import engine
 from .test_config import vllm_config
@@ -48,9 +50,31 @@ def test_a_directory_that_others_may_enter_stops_the_engine(tmp_path: Path) -> N
         write_manifest(config, KEYS, MANIFEST)
 
 
-def test_lookups_need_a_place_to_be_written_to() -> None:
-    with pytest.raises(ConfigError, match="explain_lookups is 5 and needs option report_dir"):
-        ConnectorConfig.from_vllm(vllm_config(explain_lookups=5))
+@pytest.mark.parametrize("name", ["explain_lookups", "trace_bytes"])
+def test_reports_need_a_place_to_be_written_to(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"option {name} is 5 and needs option report_dir"):
+        ConnectorConfig.from_vllm(vllm_config(**{name: 5}))
+
+
+def test_only_an_engine_that_traces_has_another_core(tmp_path: Path) -> None:
+    limits = CoreLimits(unit_tokens=16)
+    directory = str(tmp_path)
+    plain = ConnectorConfig.from_vllm(vllm_config(report_dir=directory))
+    assert _core_maker(plain, KEYS) is Core
+    tracing = ConnectorConfig.from_vllm(vllm_config(report_dir=directory, trace_bytes=1 << 20))
+    core = _core_maker(tracing, KEYS)(limits, 3)
+    core.step(LookupAsked("a", None, 0, 64, 64), 1.0)
+    (path,) = tmp_path.iterdir()
+    assert path.name == f"{KEYS.namespace.hex()[:12]}-dp0.trace.jsonl"
+    (one,) = play(path.read_text().splitlines(), "trace")
+    assert (one.difference, one.line["request_id"]) == ("", "a")
+
+
+def test_only_an_engine_that_is_asked_has_a_log_of_lookups(tmp_path: Path) -> None:
+    plain = ConnectorConfig.from_vllm(vllm_config(report_dir=str(tmp_path)))
+    assert _lookup_log(plain, KEYS) is None
+    asked = ConnectorConfig.from_vllm(vllm_config(report_dir=str(tmp_path), explain_lookups=1))
+    assert _lookup_log(asked, KEYS) is not None
 
 
 def test_every_field_has_a_meaning_and_every_meaning_a_field() -> None:
