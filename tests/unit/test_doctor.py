@@ -450,7 +450,7 @@ def test_a_crash_of_a_library_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def test_probes_tell_why_a_backend_cannot_be_used() -> None:
-    assert probe(BACKEND + "memory") == {}
+    assert "problem" not in probe(BACKEND + "memory")
     assert "'nope', which is not installed" in probe(BACKEND + "nope")["problem"]
 
 
