@@ -113,8 +113,8 @@ def hip_runtime(host: Host, plan: EnginePlan) -> Result:
     if not count and there:
         return fail(
             f"{what}, and this machine has {there}",
-            "MORI needs a ROCm build of PyTorch and its ROCm; check HIP_VISIBLE_DEVICES, and the "
-            "user's access to /dev/kfd",
+            "MORI needs ROCm and a PyTorch for it, on an NVIDIA GPU native/hip_cuda "
+            "(docs/setup.md); check HIP_VISIBLE_DEVICES, and the user's access to /dev/kfd",
         )
     return ok(what)
 

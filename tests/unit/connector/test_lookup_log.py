@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 
 from umbp.backends.base import LookupAnswer
+from umbp.connector.groups import GroupRules
 from umbp.connector.lookup_log import LookupLog
 from umbp.connector.report_files import BoundedLines, open_directory, write_whole
 from umbp.errors import ConfigError
 
 from .bench import Bench
 from .fakes import FakeRequest, block_hash
+from .group_bench import full, make_manager, window
 
 
 @pytest.fixture
@@ -62,6 +64,27 @@ def test_positions_count_what_the_engine_had(path: Path) -> None:
     (line,) = logged(path)
     assert line["local_tokens"] == 16
     assert line["first_missing"]["end_tokens"] == 64
+
+
+def test_what_lies_before_the_hit_is_not_what_it_lacked(path: Path) -> None:
+    """Blocks that have left a window are not there, and nobody wants them."""
+    rules = GroupRules(make_manager(full(), window(20), block=16, unit=16))
+    bench = make(path, rules=rules)
+    bench.lookups.stored = {block_hash(index) for index in range(4)}
+    real = bench.lookups._answer
+
+    def answer(question: Any) -> LookupAnswer:
+        found = real(question)
+        assert found.present is not None
+        found.present[1][:2] = False
+        return found
+
+    bench.lookups._answer = answer  # type: ignore[method-assign]
+    bench.side.matched_tokens(FakeRequest.of("a", 100), 0)
+    (line,) = logged(path)
+    assert line["hit_end_tokens"] == 64
+    assert [one["present"] for one in line["groups"]] == [4, 2]
+    assert (line["first_missing"]["group"], line["first_missing"]["end_tokens"]) == (0, 80)
 
 
 def test_a_client_that_can_tell_names_the_rank(path: Path) -> None:
