@@ -9,7 +9,7 @@ PROFILE ?= ci
 RUN := $(PYTHON) tools/run.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test prove faults demo sim bench needle check lint diagram docs clean
+.PHONY: help setup test prove faults demo sim bench needle check lint diagram docs site clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/make \1\t\2/' | expand -t 16
@@ -40,7 +40,7 @@ bench: setup  ## set up and run the benchmarks, which print ratios (ARGS="..." f
 needle: setup  ## set up and compare answers from restored KV with those from the prefix cache
 	@$(RUN) --profile best -- python benchmarks/needle $(ARGS)
 
-check: setup lint  ## set up, then formatting, style, types and import contracts
+check: setup lint site  ## set up, then formatting, style, types, import contracts and the site
 	$(RUN) --profile best -- mypy --strict umbp
 	$(RUN) --profile best -- lint-imports
 
@@ -55,6 +55,9 @@ diagram: setup  ## write docs/lifecycle.md, with the state diagrams, from the ta
 
 docs: diagram  ## write all generated pages: docs/lifecycle.md and docs/options.md
 	$(RUN) --profile best -- python -m umbp.cli.options_page docs/options.md
+
+site: setup  ## write the documentation as a site to build/site; a broken link fails
+	@NO_MKDOCS_2_WARNING=1 $(RUN) --profile best -- mkdocs build --strict
 
 clean:  ## remove the environments, the built libraries and the caches
 	rm -rf .envs .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build \

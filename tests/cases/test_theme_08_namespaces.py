@@ -14,6 +14,9 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
+from umbp.connector.support import refuse_random_hashes
+from umbp.errors import ConfigError
+
 
 def test_case_8_2_other_weights_under_one_path_have_another_namespace(tmp_path: Path) -> None:
     vllm_config, kv_cache_config = engine()
@@ -126,3 +129,19 @@ def test_case_8_8_hash_and_seed_are_part_of_the_namespace(
             vllm_config.cache_config.prefix_caching_hash_algo = algorithm
             seen.add(of(vllm_config, kv_cache_config))
     assert len(seen) == 6
+
+
+def test_case_8_8_a_shared_pool_needs_hashes_that_engines_have_in_common(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    vllm_config, _ = engine()
+    vllm_config.cache_config.prefix_caching_hash_algo = "xxhash_cbor"
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    with pytest.raises(ConfigError, match="hash_algo is xxhash_cbor and PYTHONHASHSEED is not set"):
+        refuse_random_hashes(vllm_config, is_shared=True)
+    refuse_random_hashes(vllm_config, is_shared=False)
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    refuse_random_hashes(vllm_config, is_shared=True)
+    monkeypatch.delenv("PYTHONHASHSEED")
+    vllm_config.cache_config.prefix_caching_hash_algo = "sha256_cbor"
+    refuse_random_hashes(vllm_config, is_shared=True)

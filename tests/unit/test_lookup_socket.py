@@ -87,6 +87,19 @@ def test_a_block_is_present_where_every_rank_has_it(
     ]
 
 
+def test_an_answer_names_a_rank_that_lacks_a_block(
+    ranks: list[Rank], client: SocketLookupClient
+) -> None:
+    ranks[0].hold(0, 0, 1)
+    ranks[1].hold(0, 1, 2)
+    ranks[0].hold(1, 4)
+    client.ask(make_question())
+    lacking = one_answer(client).lacking
+    assert lacking is not None
+    assert [lacking(0, block) for block in range(4)] == [1, None, 0, 0]
+    assert lacking(1, 4) == 1
+
+
 def test_ranks_answer_for_their_own_keys_only(
     ranks: list[Rank], client: SocketLookupClient
 ) -> None:

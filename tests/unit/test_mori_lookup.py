@@ -245,6 +245,16 @@ def test_a_block_is_there_when_every_rank_has_it(link: MoriLink, server: FakeSer
     client.close()
 
 
+def test_an_answer_names_a_rank_that_lacks_a_block(link: MoriLink, server: FakeServer) -> None:
+    server.names = {*stored(b"aa", b"bb"), *stored(b"bb", rank=1)}
+    lookup = open_lookup(link, ranks=2)
+    lookup.ask(question(1, b"aa", b"bb", b"cc"))
+    lacking = one(lookup.answers(PATIENCE_S)).lacking
+    assert lacking is not None
+    assert [lacking(0, block) for block in range(3)] == [1, None, 0]
+    lookup.close()
+
+
 def test_while_the_server_is_silent_everything_misses_at_once_and_nothing_piles_up(
     link: MoriLink, server: FakeServer
 ) -> None:

@@ -2,6 +2,7 @@
 """Runs of the simulator: they balance, come to rest whatever goes wrong, and find what is wrong."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from umbp.sim.schedule import parse_fault, random_faults
 from umbp.sim.store import SimStore
 from umbp.sim.summary import as_json, tallies, total
 from umbp.sim.traffic import Traffic
+from umbp.trace.replay import play
 
 pytestmark = pytest.mark.usefixtures("quiet_simulation")
 
@@ -48,6 +50,17 @@ def test_every_prompt_token_has_come_from_somewhere(kind: ModelKind, shared_stor
     assert one.restored_tokens
     assert one.local_tokens
     assert run.talks_over == TRAFFIC.conversations
+
+
+def test_the_trace_of_each_engine_plays_to_the_same_end(tmp_path: Path) -> None:
+    """With faults and resets: the core of the trace takes no part of the simulation's state."""
+    faults = random_faults(5, duration_s=TRAFFIC.expected_s, engines=2, ranks=2, shared_store=False)
+    simulate(seed=5, faults=faults, shared_store=False, trace_path=tmp_path / "t.jsonl")
+    for engine in range(2):
+        lines = (tmp_path / f"t-{engine}.jsonl").read_text().splitlines()
+        played = list(play(lines, "trace"))
+        assert len(played) > 50
+        assert [one.difference for one in played if one.difference] == []
 
 
 @pytest.mark.parametrize("kind", ModelKind)

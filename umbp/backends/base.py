@@ -330,11 +330,17 @@ class LookupAnswer:
         present: One bool array per part, True where every rank holds the block; None when some
             rank could not say, which is a miss.
         reason: One short line for a log when ``present`` is None.
+        lacking: Names a rank that lacks a block, from the index of its part and its index in that;
+            None when all hold it. None where the client cannot tell. A function, because only a
+            report wants to know.
     """
 
     question_id: int
     present: tuple[npt.NDArray[np.bool_], ...] | None
     reason: str = ""
+    lacking: Callable[[int, int], int | None] | None = attrs.field(
+        default=None, eq=False, repr=False
+    )
 
 
 @runtime_checkable

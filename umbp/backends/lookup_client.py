@@ -72,8 +72,17 @@ class _OpenQuestion:
     asked_s: float
     waiting: set[int]
     masks: tuple[ByteArray, ...] | None = None
+    masks_of_ranks: dict[int, tuple[ByteArray, ...]] = attrs.field(factory=dict)
 
-    def combine(self, masks: tuple[ByteArray, ...]) -> None:
+    def lacking(self, part_index: int, block_index: int) -> int | None:
+        """Names a rank that lacks a block."""
+        for rank, masks in sorted(self.masks_of_ranks.items()):
+            if not unpack_mask(masks[part_index], block_index + 1)[block_index]:
+                return rank
+        return None
+
+    def combine(self, rank: int, masks: tuple[ByteArray, ...]) -> None:
+        self.masks_of_ranks[rank] = masks
         if self.masks is None:
             self.masks = masks
         else:
@@ -246,7 +255,7 @@ class SocketLookupClient:
             self._fail(question, f"rank {rank.index}: {error}")
             return
         question.waiting.discard(rank.index)
-        question.combine(masks)
+        question.combine(rank.index, masks)
         if not question.waiting:
             self._succeed(question)
 
@@ -254,7 +263,7 @@ class SocketLookupClient:
         del self._open[question.question_id]
         counted = zip(question.masks or (), question.block_counts, strict=True)
         present = tuple(unpack_mask(mask, count) for mask, count in counted)
-        self._ready.append(LookupAnswer(question.question_id, present))
+        self._ready.append(LookupAnswer(question.question_id, present, lacking=question.lacking))
 
     def _fail(self, question: _OpenQuestion, reason: str) -> None:
         del self._open[question.question_id]

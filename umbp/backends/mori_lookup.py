@@ -208,13 +208,20 @@ class MoriLookup:
             return LookupAnswer(question.question_id, None, reason)
         begin = 0
         present: list[npt.NDArray[np.bool_]] = []
+        held: list[npt.NDArray[np.bool_]] = []
         for part in question.parts:
             block_count = len(part.hashes) // part.hash_bytes
             end = begin + block_count * self._rank_count
             by_rank = found[begin:end].reshape(self._rank_count, block_count)
+            held.append(by_rank)
             present.append(np.logical_and.reduce(by_rank, axis=0))
             begin = end
-        return LookupAnswer(question.question_id, tuple(present))
+
+        def lacking(part_index: int, block_index: int) -> int | None:
+            ranks = (~held[part_index][:, block_index]).nonzero()[0]
+            return int(ranks[0]) if len(ranks) else None
+
+        return LookupAnswer(question.question_id, tuple(present), lacking=lacking)
 
     def _names(self, part: LookupPart, epoch: int) -> list[str]:
         """Names a part's blocks, all of rank 0, then all of rank 1, and so on."""

@@ -69,6 +69,26 @@ class PoolOptions:
                 "that it has"
             )
 
+    def share_bytes(self, rank_count: int) -> int:
+        """Returns the capacity of one rank, whether or not this machine has the memory.
+
+        Raises:
+            ConfigError: It is nothing.
+        """
+        return self._share(rank_count)[2]
+
+    def _share(self, rank_count: int) -> tuple[str, int, int]:
+        """Returns the option that decides, its value, and the capacity of one rank."""
+        if self.capacity_bytes is not None:
+            return "capacity_bytes", self.capacity_bytes, self.capacity_bytes
+        name = "total_capacity_bytes"
+        given = self.total_capacity_bytes or DEFAULT_TOTAL_CAPACITY_BYTES
+        if given < rank_count:
+            raise ConfigError(
+                f"option {name} is {given}, nothing for each of {rank_count} ranks; raise it"
+            )
+        return name, given, given // rank_count
+
     def resolve_capacity_bytes(self, rank_count: int, limits: MemoryLimits | None = None) -> int:
         """Computes the capacity of one rank, and checks that this machine has the memory.
 
@@ -86,17 +106,7 @@ class PoolOptions:
         Raises:
             ConfigError: The memory is not there, or the share of a rank is nothing.
         """
-        if self.capacity_bytes is not None:
-            name, given = "capacity_bytes", self.capacity_bytes
-            capacity = given
-        else:
-            name = "total_capacity_bytes"
-            given = self.total_capacity_bytes or DEFAULT_TOTAL_CAPACITY_BYTES
-            capacity = given // rank_count
-        if capacity == 0:
-            raise ConfigError(
-                f"option {name} is {given}, nothing for each of {rank_count} ranks; raise it"
-            )
+        name, given, capacity = self._share(rank_count)
         limits = limits or memory_limits()
         if limits is None:
             return capacity

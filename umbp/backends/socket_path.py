@@ -69,7 +69,7 @@ def socket_path(
     if instance:
         words.insert(2, instance)
     name = "-".join(words) + ".sock"
-    path = Path(os.path.abspath(directory)) / f"umbp-{os.getuid()}" / name
+    path = private_directory_of(directory) / name
     length = len(os.fsencode(path))
     if length > PATH_BYTES_MAX:
         raise ConfigError(
@@ -77,6 +77,11 @@ def socket_path(
             f"{PATH_BYTES_MAX}; set a shorter {DIRECTORY_OPTION} or {INSTANCE_OPTION}"
         )
     return path
+
+
+def private_directory_of(directory: Path | str) -> Path:
+    """Names the directory of this user's lookup sockets below a base directory. Touches no file."""
+    return Path(os.path.abspath(directory)) / f"umbp-{os.getuid()}"
 
 
 def private_directory(
@@ -191,15 +196,35 @@ def _remove_stale(path: Path) -> None:
         return
     if not stat.S_ISSOCK(found.st_mode):
         raise ConfigError(f"lookup socket {path} is another kind of file; move it away")
+    served, pid = _listener(path)
+    if served:
+        raise _live(path, pid)
+    path.unlink(missing_ok=True)
+
+
+def live_sockets(directory: Path) -> dict[Path, int | None]:
+    """Returns the lookup sockets in a private directory that somebody serves, and their pids.
+
+    Args:
+        directory: The directory; it need not be there.
+    """
+    try:
+        found = sorted(path for path in directory.glob("*-dp*rank*.sock") if path.is_socket())
+    except OSError:
+        return {}
+    listeners = {path: _listener(path) for path in found}
+    return {path: pid for path, (served, pid) in listeners.items() if served}
+
+
+def _listener(path: Path) -> tuple[bool, int | None]:
+    """Says whether somebody serves a socket, and the pid of who does where it can be seen."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(_CONNECT_TIMEOUT_S)
         result = probe.connect_ex(os.fspath(path))
         if result == 0:
-            raise _live(path, _peer(probe))
-    if result != errno.ECONNREFUSED:
-        # Not refused means that somebody listens, for example with a full backlog.
-        raise _live(path, None)
-    path.unlink(missing_ok=True)
+            return True, _peer(probe)
+    # Otherwise somebody listens, for example with a full backlog.
+    return result not in (errno.ECONNREFUSED, errno.ENOENT), None
 
 
 def _peer(probe: socket.socket) -> int | None:

@@ -2,8 +2,9 @@
 """The command line: arguments in, exit status out.
 
 Exit status: 0 all went well; 1 the demo's conditions were not met, a check of the simulation
-failed, or a server ended by itself; 2 wrong arguments or a configuration that cannot work, with one
-line on standard error; 130 interrupted.
+or of the doctor failed, what is explained shares nothing, a trace plays otherwise, or a server
+ended by itself; 2 wrong arguments or a configuration that cannot work, with one line on standard
+error; 130 interrupted.
 """
 
 import argparse
@@ -17,8 +18,11 @@ from typing import Any, Final, NoReturn
 import umbp
 from umbp.cli.arguments import key_value, positive
 from umbp.cli.demo_models import DEFAULT_MODEL, MODELS
+from umbp.cli.doctor_options import add_doctor
+from umbp.cli.explain import add_explain
 from umbp.cli.serve import add_serve
 from umbp.cli.sim_options import add_sim
+from umbp.cli.trace import add_trace
 from umbp.errors import UmbpError
 
 EXIT_USAGE: Final = 2
@@ -83,8 +87,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     _add_demo(commands)
+    add_doctor(commands)
+    add_explain(commands)
     add_serve(commands)
     add_sim(commands)
+    add_trace(commands)
     backends = commands.add_parser(
         "backends", help="list the installed backends", allow_abbrev=False
     )

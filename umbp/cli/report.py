@@ -45,7 +45,7 @@ def _moved(run: Run) -> str:
     return "\n".join(parts) or "none"
 
 
-def _new_table(*, gap: int) -> "Table":
+def new_table(*, gap: int) -> "Table":
     """Returns a table with a line below its head and ``gap`` columns between cells."""
     from rich import box
     from rich.table import Table
@@ -58,7 +58,7 @@ def print_outcome(
     console: "Console", outcome: Outcome, backend: str, answer_lines: Sequence[str]
 ) -> None:
     """Prints the table of the demo, and the lines with question and answer."""
-    table = _new_table(gap=1)  # so that it fits a terminal of 80 columns
+    table = new_table(gap=1)  # so that it fits a terminal of 80 columns
     table.add_column("run")
     for heading in ("prompt\ntokens", "GPU\ncache", "restored\nby umbp", "first\ntoken"):
         table.add_column(heading, justify="right")
@@ -129,7 +129,7 @@ def print_rows(
     """
     from rich.text import Text
 
-    table = _new_table(gap=2)
+    table = new_table(gap=2)
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if numbers and index else "left")
     for row in rows:

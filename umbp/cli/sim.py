@@ -41,8 +41,9 @@ def run_sim(parsed: argparse.Namespace) -> int:
     Raises:
         UmbpError: The options cannot work.
     """
-    if parsed.json is not None and not parsed.json.absolute().parent.is_dir():
-        raise ConfigError(f"--json {parsed.json}: its folder does not exist, create it")
+    for name, path in (("--json", parsed.json), ("--trace", parsed.trace)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ConfigError(f"{name} {path}: its folder does not exist, create it")
     traffic = _traffic(parsed)
     faults = _faults(parsed, traffic)
     check_installed("the simulator")
@@ -120,6 +121,7 @@ def _plan(parsed: argparse.Namespace, traffic: Traffic, faults: list[Fault]) -> 
         traffic=traffic,
         faults=faults,
         options=dict(parsed.option),
+        trace_path=parsed.trace,
     )
 
 

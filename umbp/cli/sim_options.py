@@ -166,6 +166,12 @@ def _add_output(group: Any) -> None:
     group.add_argument(
         "--request", metavar="ID", help="whose time line is shown (default: the most eventful)"
     )
+    group.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="write a trace of each engine (umbp trace), its number before the suffix",
+    )
     group.add_argument("--json", type=Path, metavar="FILE", help="write the outcome as JSON too")
 
 

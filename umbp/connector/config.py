@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the user configured, checked, for both sides of the connector."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,11 @@ from umbp.options import option, parse_options
 
 @attrs.frozen
 class ConnectorOptions:
-    """Options of the connector itself, whatever the backend."""
+    """Options of the connector itself, whatever the backend.
+
+    Raises:
+        ConfigError: Something is to be written, and nobody says where.
+    """
 
     backend: str = option(
         "memory", help="Entry-point name of the backend that keeps the objects (`umbp backends`)."
@@ -78,6 +82,62 @@ class ConnectorOptions:
         help="Directory in which umbp makes a private one for its lookup sockets. Default: vLLM's "
         "RPC base path.",
     )
+    report_dir: str = option(
+        "",
+        help="Directory of this user's alone in which the engine writes at start what its "
+        "namespace is made of, for `umbp explain`, and what else is asked for. Empty: nothing is "
+        "written.",
+    )
+    explain_lookups: int = option(
+        0,
+        help="So many of the last lookups, at least, are written to report_dir, with the first "
+        "object that each lacked. 0: none.",
+        minimum=0,
+        maximum=1_000_000,
+    )
+    trace_bytes: int = option(
+        0,
+        help="What happens to requests and transfers is written to report_dir, in two files of so "
+        "many bytes together at most, for `umbp trace`. 0: nothing is.",
+        unit="bytes",
+        minimum=0,
+    )
+
+    def __attrs_post_init__(self) -> None:
+        for name in ("explain_lookups", "trace_bytes"):
+            if getattr(self, name) and not self.report_dir:
+                raise ConfigError(
+                    f"option {name} is {getattr(self, name)} and needs option report_dir; set it "
+                    "to a directory"
+                )
+
+
+def read_options(
+    raw: Mapping[str, Any], find: Callable[[str], type[Backend]] = find_backend
+) -> tuple[ConnectorOptions, type[Backend], Any]:
+    """Reads what the user wrote, as far as that can be judged without an engine.
+
+    Args:
+        raw: Names and values of options, of the connector and of the backend.
+        find: Finds a backend by its name.
+
+    Returns:
+        The connector's options, the backend and the backend's options.
+
+    Raises:
+        ConfigError: Something in it cannot work.
+    """
+    name = raw.get("backend", attrs.fields(ConnectorOptions).backend.default)
+    if not isinstance(name, str):
+        raise ConfigError(f"option backend is {name!r}; give the name of a backend as a string")
+    backend = find(name)
+    options, backend_options = parse_options(raw, ConnectorOptions, backend.options_type)
+    if not backend.pool_in_worker and not options.load_async:
+        raise ConfigError(
+            f"option load_async is false, but the pool of backend {name!r} is another process: "
+            "if that were stopped, a step of the engine would wait for it; remove load_async"
+        )
+    return options, backend, backend_options
 
 
 @attrs.frozen
@@ -114,22 +174,13 @@ class ConnectorConfig:
             ConfigError: Something in it cannot work.
         """
         raw = dict(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
-        name = raw.get("backend", attrs.fields(ConnectorOptions).backend.default)
-        if not isinstance(name, str):
-            raise ConfigError(f"option backend is {name!r}; give the name of a backend as a string")
-        backend = find(name)
-        options, backend_options = parse_options(raw, ConnectorOptions, backend.options_type)
-        if not backend.pool_in_worker and not options.load_async:
-            raise ConfigError(
-                f"option load_async is false, but the pool of backend {name!r} is another process: "
-                "if that were stopped, a step of the engine would wait for it; remove load_async"
-            )
+        options, backend, backend_options = read_options(raw, find)
         parallel = vllm_config.parallel_config
         if backend.pool_in_worker and getattr(parallel, "nnodes", 1) > 1:
             raise ConfigError(
-                f"option backend is {name!r}, whose pools are asked over Unix sockets, and nnodes "
-                f"is {parallel.nnodes}; run this engine on one node, or choose a backend whose "
-                "pool is elsewhere"
+                f"option backend is {options.backend!r}, whose pools are asked over Unix sockets, "
+                f"and nnodes is {parallel.nnodes}; run this engine on one node, or choose a "
+                "backend whose pool is elsewhere"
             )
         return cls(
             options=options,
@@ -167,6 +218,18 @@ class ConnectorConfig:
         """Returns a name of this engine, unique among the live engines of a host."""
         parts = [keyspace.namespace.hex()[:12], f"dp{self.dp_index}", self.options.lookup_instance]
         return "-".join(part for part in parts if part)
+
+    def report_path(self, keyspace: KeySpace, suffix: str) -> Path | None:
+        """Returns where a report of this engine goes; None when none is wanted.
+
+        Args:
+            keyspace: Keys of the namespace.
+            suffix: Which report, such as ``.manifest.json``.
+        """
+        directory = self.options.report_dir
+        return (
+            Path(directory).absolute() / (self.instance(keyspace) + suffix) if directory else None
+        )
 
     def socket_paths(self, keyspace: KeySpace) -> list[Path]:
         """Returns the lookup socket of each rank, in order."""

@@ -23,9 +23,15 @@ from umbp.connector.groups import GroupRules
 from umbp.connector.metadata import StepMetadata, WorkerMetadata
 from umbp.connector.namespace import digest, manifest
 from umbp.connector.scheduler import SchedulerSide
-from umbp.connector.setup import WorkerParts, open_scheduler_side, open_worker_parts
+from umbp.connector.setup import (
+    WorkerParts,
+    open_scheduler_side,
+    open_worker_parts,
+    write_manifest,
+)
 from umbp.connector.support import (
     check_supported,
+    refuse_random_hashes,
     sparse_groups,
     warn_of_policy,
 )
@@ -73,6 +79,7 @@ class UMBPStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._sparse_groups = sparse_groups(kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
             warn_of_policy(vllm_config)
+            write_manifest(config, keyspace, self.manifest)
             self._scheduler_side = self._open_scheduler_side(config, keyspace)
             logger.info(
                 "umbp offloads to %r, namespace %s",
@@ -90,6 +97,7 @@ class UMBPStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Checks the configuration; returns umbp's own part of it, and the namespace's manifest."""
         check_supported(vllm_config, kv_cache_config)
         config = ConnectorConfig.from_vllm(vllm_config, self._find_backend)
+        refuse_random_hashes(vllm_config, is_shared=not config.backend.pool_in_worker)
         return config, manifest(
             vllm_config, kv_cache_config, key_namespace=config.options.key_namespace
         )

@@ -290,6 +290,17 @@ class GroupRules:
         step = self._step(group)
         return local_tokens // (step * self.hash_tokens) * step + step - 1
 
+    def end_tokens(self, group: Group, local_tokens: int, at: int) -> int:
+        """Returns where the block of a hash ends.
+
+        Args:
+            group: Its group.
+            local_tokens: What the engine had by itself when it was asked for.
+            at: Its index among what was asked for of the group.
+        """
+        index = self._first(group, local_tokens) + at * self._step(group)
+        return (index + 1) * self.hash_tokens
+
     def boundary_parts(
         self,
         block_hashes: Sequence[bytes],

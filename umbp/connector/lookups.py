@@ -10,6 +10,7 @@ import numpy as np
 
 from umbp.backends.base import LookupAnswer, LookupClient, LookupPart, LookupQuestion
 from umbp.connector.groups import Asked, BoolArray, GroupRules
+from umbp.connector.lookup_log import LookupLog
 from umbp.errors import BackendError
 from umbp.fsm import LookupAnswered, RequestContext, StartLookup
 from umbp.fsm.quarantine import Quarantine
@@ -43,12 +44,20 @@ class OpenLookups:
         client: The backend's side in the scheduler.
         rules: Cache-group rules.
         quarantine: Hashes that count as missing.
+        log: Takes what each lookup found; None: nobody wants to know.
     """
 
-    def __init__(self, client: LookupClient, rules: GroupRules, quarantine: Quarantine) -> None:
+    def __init__(
+        self,
+        client: LookupClient,
+        rules: GroupRules,
+        quarantine: Quarantine,
+        log: LookupLog | None = None,
+    ) -> None:
         self._client = client
         self._rules = rules
         self._quarantine = quarantine
+        self._log = log
         self._questions: dict[int, _Question] = {}
         # Answered without asking.
         self._ready: list[LookupAnswered] = []
@@ -87,8 +96,12 @@ class OpenLookups:
 
     def drop(self, question_id: int) -> None:
         """Forgets a question; its answer is not returned."""
-        self._questions.pop(question_id, None)
+        question = self._questions.pop(question_id, None)
         self._client.forget(question_id)
+        if self._log is not None and question is not None:
+            self._log.note_failed(
+                question.context, question.begin_tokens, "given up before it was answered"
+            )
 
     def answers(self, wait_s: float, now_s: float) -> list[LookupAnswered]:
         """Returns what has been answered, waiting at most ``wait_s`` for the first.
@@ -127,6 +140,8 @@ class OpenLookups:
         if masks is None:
             reason = answer.reason or "the answer does not fit the question"
             self._note_failure(request.request_id, reason)
+            if self._log is not None:
+                self._log.note_failed(question.context, question.begin_tokens, reason)
         else:
             self._failure = ""
             hit = self._rules.hit(
@@ -138,6 +153,16 @@ class OpenLookups:
                 limit_tokens=request.num_tokens - 1,
             )
             end = max(end, hit.end_tokens)
+            if self._log is not None:
+                self._log.note_found(
+                    question.context,
+                    answer,
+                    rules=self._rules,
+                    asked=question.asked,
+                    masks=masks,
+                    local_tokens=question.begin_tokens,
+                    end_tokens=end,
+                )
         return LookupAnswered(request.request_id, answer.question_id, end, hit)
 
     def _note_failure(self, request_id: str, reason: str) -> None:

@@ -14,7 +14,9 @@ from typing import Any
 import attrs
 
 from umbp.backends.base import EpochSource, LookupClient
+from umbp.connector.dry_watch import DryWatch
 from umbp.connector.groups import GroupRules
+from umbp.connector.lookup_log import LookupLog
 from umbp.connector.lookups import OpenLookups
 from umbp.connector.metadata import RankAnswer, StepMetadata, WorkerMetadata
 from umbp.connector.outbox import Outbox
@@ -86,6 +88,7 @@ class SchedulerSide:
         store: Store what is computed.
         save_decode_cache: Store blocks that decoding fills, too.
         shared_epoch: The epoch that this engine shares with others; None: it has its own.
+        lookup_log: Takes what each lookup found; None: nobody wants to know.
         strict: Raise what would otherwise be logged and counted; for tests.
         clock: Seconds, monotonic.
     """
@@ -100,6 +103,7 @@ class SchedulerSide:
         store: bool = True,
         save_decode_cache: bool = False,
         shared_epoch: EpochSource | None = None,
+        lookup_log: LookupLog | None = None,
         strict: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -110,6 +114,7 @@ class SchedulerSide:
         self._store = store
         self._save_decode_cache = save_decode_cache
         self._shared_epoch = shared_epoch
+        self._lookup_log = lookup_log
         self._strict = strict
         self._clock = clock
         self._unit = core.limits.unit_tokens
@@ -124,6 +129,7 @@ class SchedulerSide:
         self._refused_events = 0
         self._admissions_put_off = 0
         self._lookups_put_off = 0
+        self._dry_watch = DryWatch()
 
     # ------------------------------------------------------------ hooks
 
@@ -135,7 +141,7 @@ class SchedulerSide:
             )
         lookups = None
         if self._client is not None:
-            lookups = OpenLookups(self._client, rules, self.core.quarantine)
+            lookups = OpenLookups(self._client, rules, self.core.quarantine, self._lookup_log)
         self._bound_parts = _Bound(
             rules,
             BlockPins(block_pool),
@@ -241,6 +247,7 @@ class SchedulerSide:
         if self._save_decode_cache and context.request_id in self.core.filling:
             self._give_if(self._bound.planner.filled_at_end(context, block_ids))
         self._give(RequestFinished(request.request_id))
+        self._dry_watch.look(self.core.counters)
 
     def take_worker_answers(self, metadata: WorkerMetadata) -> None:
         """Answers ``update_connector_output``."""

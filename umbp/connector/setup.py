@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Opens the two sides: backend, sockets, core, in the order in which they need each other."""
 
+import json
 import logging
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 
+import umbp
 from umbp.backends.base import (
     EpochSource,
     LookupClient,
@@ -20,13 +22,20 @@ from umbp.backends.lookup_client import SocketLookupClient
 from umbp.backends.lookup_server import LookupServer
 from umbp.connector.config import ConnectorConfig
 from umbp.connector.layout import kv_memory
+from umbp.connector.lookup_log import LookupLog
+from umbp.connector.report_files import BoundedLines, open_directory, write_whole
 from umbp.connector.scheduler import SchedulerSide
 from umbp.connector.support import why_load_async
 from umbp.connector.worker import WorkerSide
 from umbp.fsm import Core, CoreLimits
 from umbp.keys import KeySpace
+from umbp.trace.recorder import TracedCore, TraceFile
 
 logger = logging.getLogger(__name__)
+
+MANIFEST_SUFFIX: Final = ".manifest.json"
+LOOKUPS_SUFFIX: Final = ".lookups.jsonl"
+TRACE_SUFFIX: Final = ".trace.jsonl"
 
 
 def open_scheduler_side(  # noqa: PLR0913 - keyword-only
@@ -38,7 +47,7 @@ def open_scheduler_side(  # noqa: PLR0913 - keyword-only
     strict: bool,
     open_lookup: Callable[[ConnectorConfig, KeySpace], LookupClient] | None = None,
     clock: Callable[[], float] = time.monotonic,
-    make_core: Callable[[CoreLimits, int], Core] = Core,
+    make_core: Callable[[CoreLimits, int], Core] | None = None,
 ) -> SchedulerSide:
     """Opens the scheduler's side. No pool, no MORI: at most a client that asks.
 
@@ -50,7 +59,8 @@ def open_scheduler_side(  # noqa: PLR0913 - keyword-only
         strict: Raise what would otherwise be logged and counted; for tests.
         open_lookup: Opens the client that asks; None: the one that fits the backend.
         clock: Seconds, monotonic.
-        make_core: Makes the core from its limits and its first epoch; for whoever watches it.
+        make_core: Makes the core from its limits and its first epoch, for whoever watches it; None:
+            as the options say.
 
     Raises:
         ConfigError: An option cannot work.
@@ -72,16 +82,62 @@ def open_scheduler_side(  # noqa: PLR0913 - keyword-only
         lookups = (open_lookup or _open_lookup)(config, keyspace)
     shared_epoch = _open_epoch(config)
     return SchedulerSide(
-        make_core(limits, shared_epoch.current() if shared_epoch is not None else 0),
+        (make_core or _core_maker(config, keyspace))(
+            limits, shared_epoch.current() if shared_epoch is not None else 0
+        ),
         lookups,
         load_async=load_async(options.load_async, vllm_config, kv_cache_config),
         lookup_async=options.lookup_async,
         store=transfer.is_kv_producer,
         save_decode_cache=options.save_decode_cache,
         shared_epoch=shared_epoch,
+        lookup_log=_lookup_log(config, keyspace),
         strict=strict,
         clock=clock,
     )
+
+
+def _core_maker(config: ConnectorConfig, keyspace: KeySpace) -> Callable[[CoreLimits, int], Core]:
+    """Returns what makes the core, under trace if that is wanted."""
+    path, bytes_max = config.report_path(keyspace, TRACE_SUFFIX), config.options.trace_bytes
+    if path is None or not bytes_max:
+        return Core
+
+    def make_core(limits: CoreLimits, epoch: int) -> Core:
+        core = TracedCore(limits, epoch)
+        core.trace_to(TraceFile(path, bytes_max))
+        return core
+
+    return make_core
+
+
+def _lookup_log(config: ConnectorConfig, keyspace: KeySpace) -> LookupLog | None:
+    """Opens the log of lookups, if one is wanted."""
+    path, kept = config.report_path(keyspace, LOOKUPS_SUFFIX), config.options.explain_lookups
+    return LookupLog(BoundedLines(path, kept)) if path is not None and kept else None
+
+
+def write_manifest(
+    config: ConnectorConfig, keyspace: KeySpace, manifest: Mapping[str, Any]
+) -> None:
+    """Writes what the namespace is made of, if that is wanted.
+
+    Raises:
+        ConfigError: The directory is not this user's alone.
+    """
+    path = config.report_path(keyspace, MANIFEST_SUFFIX)
+    if path is None:
+        return
+    open_directory(path.parent)
+    report = {
+        "umbp": umbp.__version__,
+        "instance": config.instance(keyspace),
+        "backend": config.options.backend,
+        "namespace": keyspace.namespace.hex(),
+        "manifest": manifest,
+    }
+    write_whole(path, json.dumps(report, indent=2, default=str) + "\n")
+    logger.info("umbp has written its manifest to %s", path)
 
 
 def load_async(wanted: bool, vllm_config: Any, kv_cache_config: Any) -> bool:

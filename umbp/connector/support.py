@@ -2,6 +2,7 @@
 """What cannot work is refused when the engine starts, in one message that says what to do."""
 
 import logging
+import os
 from typing import Any, Final
 
 from umbp.errors import ConfigError
@@ -12,6 +13,10 @@ _KINDS: Final = frozenset(
     {"FullAttentionSpec", "MLAAttentionSpec", "MambaSpec", "SlidingWindowSpec"}
 )
 """By name: the classes move between modules, and a subclass may keep blocks by rules of its own."""
+
+_SEEDED: Final = "xxhash"
+"""Begins the names of hashes whose seed vLLM draws at random. Source: vLLM 0.31,
+``resolve_none_hash_seed`` in v1/core/kv_cache_utils.py."""
 
 
 def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
@@ -37,6 +42,25 @@ def warn_of_policy(vllm_config: Any) -> None:
             "kv_load_failure_policy is %r: a request whose stored KV cannot be loaded ends with an "
             'error; set "kv_load_failure_policy": "recompute" in --kv-transfer-config',
             policy,
+        )
+
+
+def refuse_random_hashes(vllm_config: Any, *, is_shared: bool) -> None:
+    """Refuses a shared pool where no two engines hash a block alike.
+
+    Args:
+        vllm_config: vLLM's ``VllmConfig``.
+        is_shared: Whether engines are to find each other's objects.
+
+    Raises:
+        ConfigError: vLLM would draw the seed of its block hashes at random in every process.
+    """
+    algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
+    if is_shared and algorithm.startswith(_SEEDED) and "PYTHONHASHSEED" not in os.environ:
+        raise ConfigError(
+            f"prefix_caching_hash_algo is {algorithm} and PYTHONHASHSEED is not set, so that every "
+            "engine hashes blocks in its own way and finds nothing in a shared pool; set "
+            "PYTHONHASHSEED to one value in all engines, or --prefix-caching-hash-algo sha256"
         )
 
 

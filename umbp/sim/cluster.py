@@ -11,6 +11,7 @@ from umbp.sim.journal import Journal, WatchedCore
 from umbp.sim.models import SimModel
 from umbp.sim.schedule import Effect, EffectKind, Fault
 from umbp.sim.site import SimWorld
+from umbp.trace.recorder import TracedCore, TraceFile
 
 
 class ScheduledFaults(FaultSource):
@@ -78,6 +79,10 @@ class ScheduledFaults(FaultSource):
         return None
 
 
+class _TracedWatchedCore(TracedCore, WatchedCore):
+    """Both watched and traced."""
+
+
 class ClusterWorld(SimWorld):
     """The world of one engine among several.
 
@@ -90,6 +95,7 @@ class ClusterWorld(SimWorld):
         capacity_objects: Objects that the store of one rank holds.
         beside: The world of the engine before; None: this is the first one.
         shared_store: Use the store of that one.
+        trace: Takes the trace of the engine's core; None: nobody wants one.
     """
 
     def __init__(  # noqa: PLR0913 - keyword-only
@@ -103,6 +109,7 @@ class ClusterWorld(SimWorld):
         capacity_objects: int,
         beside: "ClusterWorld | None",
         shared_store: bool,
+        trace: TraceFile | None = None,
     ) -> None:
         super().__init__(model, capacity_objects=capacity_objects)
         if beside is not None:
@@ -111,6 +118,7 @@ class ClusterWorld(SimWorld):
             if shared_store:
                 self.oracle, self.stores = beside.oracle, beside.stores
         self._journal = journal
+        self._trace = trace
         own = [fault for fault in faults if fault.concerns(index)]
         # Numbers apart enough that no two sources draw alike.
         first = (seed * 1000 + index) * 100
@@ -131,7 +139,11 @@ class ClusterWorld(SimWorld):
 
     def make_core(self, limits: CoreLimits, epoch: int) -> Core:
         """Makes the core of the engine, under watch."""
-        return WatchedCore(limits, epoch, self._journal)
+        if self._trace is None:
+            return WatchedCore(limits, epoch, self._journal)
+        core = _TracedWatchedCore(limits, epoch, self._journal)
+        core.trace_to(self._trace)
+        return core
 
     def end_faults(self) -> None:
         """Ends all faults of the engine for good."""

@@ -2,6 +2,7 @@
 """What a run of ``umbp sim`` is made of, and whether that can work."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import attrs
@@ -40,6 +41,7 @@ class SimPlan:
         traffic: Who asks what.
         faults: What goes wrong.
         options: Options of umbp's connector.
+        trace_path: Where traces are written, the number of the engine added; None: nowhere.
     """
 
     seed: int = 0
@@ -58,6 +60,7 @@ class SimPlan:
     traffic: Traffic = attrs.field(factory=Traffic)
     faults: Sequence[Fault] = ()
     options: Mapping[str, Any] = attrs.field(factory=dict)
+    trace_path: Path | None = None
 
     @property
     def num_blocks(self) -> int:

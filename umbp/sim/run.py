@@ -4,6 +4,7 @@
 import heapq
 import itertools
 import random
+from pathlib import Path
 from typing import Final
 
 import attrs
@@ -17,9 +18,13 @@ from umbp.sim.models import sim_model
 from umbp.sim.plan import SimPlan, check_plan
 from umbp.sim.schedule import Effect, EffectKind, Fault, moments_of
 from umbp.sim.traffic import Conversation, draw_conversations
+from umbp.trace.recorder import TraceFile
 
 _IDLE_ROUNDS_MAX: Final = 1000
 """Rounds in which nothing is computed, until faults end or, without any, the run has failed."""
+
+_TRACE_BYTES_MAX: Final = 1 << 40
+"""A run ends by itself, and is of use from its beginning only."""
 
 
 class SimFailed(Exception):
@@ -76,6 +81,7 @@ class SimRun:
                 capacity_objects=plan.capacity_objects,
                 beside=self._worlds[-1] if self._worlds else None,
                 shared_store=plan.shared_store,
+                trace=_trace_file(plan.trace_path, index),
             )
             self._worlds.append(world)
             self.engines.append(MeteredEngine(world, self.journal, known_hashes))
@@ -240,6 +246,13 @@ class SimRun:
         self._calm = True
         for world in self._worlds:
             world.end_faults()
+
+
+def _trace_file(path: Path | None, engine: int) -> TraceFile | None:
+    """Opens the trace of an engine, whose number goes into the name."""
+    if path is None:
+        return None
+    return TraceFile(path.with_name(f"{path.stem}-{engine}{path.suffix}"), _TRACE_BYTES_MAX)
 
 
 def _tell(error: Exception) -> str:

@@ -260,6 +260,18 @@ def test_block_ends_or_every_unit_are_asked_for() -> None:
     assert [list(one.hashes) for one in fine.ask(HASHES[:6], 32)] == [HASHES[2:6]] * 2
 
 
+@pytest.mark.parametrize("local_tokens", [0, 32, 64])
+def test_the_end_of_what_was_asked_for_is_known(local_tokens: int) -> None:
+    """A hash stands for all tokens before its block's end, so its index says where that is."""
+    whole = GroupRules(make_manager(full(32), window(40, 32), block=32, unit=16))
+    fine = GroupRules(make_manager(full(32), state(32), block=32, unit=16))
+    for rules in (whole, fine):
+        for one in rules.ask(HASHES[:8], local_tokens):
+            for at, hash_ in enumerate(one.hashes):
+                end = rules.end_tokens(one.group, local_tokens, at)
+                assert end == (HASHES.index(hash_) + 1) * 16
+
+
 def test_one_group_of_full_attention_is_a_run() -> None:
     rules = GroupRules(make_manager(full(), block=16, unit=16))
     assert rules.is_simple
