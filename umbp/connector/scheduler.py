@@ -20,6 +20,7 @@ from umbp.connector.metadata import RankAnswer, StepMetadata, WorkerMetadata
 from umbp.connector.outbox import Outbox
 from umbp.connector.pins import BlockPins
 from umbp.connector.room import Room
+from umbp.connector.samples import LookupMeter
 from umbp.connector.stores import StorePlanner
 from umbp.errors import BackendError, UmbpError, UsageError
 from umbp.fsm import (
@@ -123,6 +124,7 @@ class SchedulerSide:
         self._bytes = {"bytes_loaded": 0, "bytes_stored": 0}
         self._refused_events = 0
         self._admissions_put_off = 0
+        self.lookup_meter = LookupMeter(clock)
 
     # ------------------------------------------------------------ hooks
 
@@ -134,7 +136,7 @@ class SchedulerSide:
             )
         lookups = None
         if self._client is not None:
-            lookups = OpenLookups(self._client, rules, self.core.quarantine)
+            lookups = OpenLookups(self._client, rules, self.core.quarantine, self.lookup_meter)
         self._bound_parts = _Bound(
             rules,
             BlockPins(block_pool),
@@ -321,6 +323,7 @@ class SchedulerSide:
             **self._bytes,
             "events_refused": self._refused_events,
             "admissions_put_off": self._admissions_put_off,
+            "lookups_failed": self.lookup_meter.failed,
             "requests_live": len(self.core.requests),
             "leases_open": len(self.core.leases),
             "blocks_pinned": self.core.pinned_blocks,
