@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from umbp.backends.registry import find_backend
 from umbp.connector.config import ConnectorConfig
 from umbp.connector.groups import GroupRules
+from umbp.connector.kv_events import KVEvents, are_wanted, event_groups
 from umbp.connector.metadata import StepMetadata, WorkerMetadata
 from umbp.connector.namespace import digest, manifest
 from umbp.connector.plugin import register_class
@@ -72,6 +73,7 @@ class UMBPStoreConnector(KVConnectorBase_V1, SupportsHMA):
         # Read by vLLM's base class when it counts where the tokens of a prompt came from.
         self._cache_hit_source = CacheHitSource(self._hit_source) if CacheHitSource else None
         self._reports: SchedulerReports | WorkerReports | None = None
+        self._kv_events: KVEvents | None = None
         self._scheduler_side: SchedulerSide | None = None
         self._worker_parts: WorkerParts | None = None
         self._worker_side: WorkerSide | None = None
@@ -147,7 +149,11 @@ class UMBPStoreConnector(KVConnectorBase_V1, SupportsHMA):
         super().bind_kv_cache_manager(kv_cache_manager)
         rules = GroupRules(kv_cache_manager, self._sparse_groups)
         self.scheduler_side.bind(rules, kv_cache_manager.block_pool)
-        self._reports = SchedulerReports(self.scheduler_side, self._backend_name, self._hit_source)
+        if are_wanted(self._vllm_config):
+            self._kv_events = KVEvents(self.scheduler_side.core, event_groups(kv_cache_manager))
+        self._reports = SchedulerReports(
+            self.scheduler_side, self._backend_name, self._hit_source, self._kv_events
+        )
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -166,8 +172,14 @@ class UMBPStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: Any) -> None:
         """Takes the workers' answers."""
         metadata = connector_output.kv_connector_worker_meta
-        if isinstance(metadata, WorkerMetadata):
+        if not isinstance(metadata, WorkerMetadata):
+            return
+        if self._kv_events is None:
             self.scheduler_side.take_worker_answers(metadata)
+            return
+        leases = self._kv_events.leases_of(metadata)
+        self.scheduler_side.take_worker_answers(metadata)
+        self._kv_events.follow(metadata, leases)
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -201,8 +213,8 @@ class UMBPStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler_side.may_free_blocks_soon()
 
     def take_events(self) -> Iterable[Any]:
-        """No KV events are published."""
-        return ()
+        """Returns KV events of what is stored and what is gone, where vLLM publishes any."""
+        return self._kv_events.take() if self._kv_events is not None else ()
 
     def reset_cache(self) -> bool:
         """Makes everything stored so far unfindable."""

@@ -230,6 +230,19 @@ _COUNTERS: Final = (
     ),
     _split(
         Kind.COUNTER,
+        "kv_event_blocks_total",
+        "type",
+        "Blocks in KV events: announced as stored, or withdrawn.",
+        {"kv_blocks_stored": "stored", "kv_blocks_removed": "removed"},
+    ),
+    _one(
+        Kind.COUNTER,
+        "kv_event_blocks_forgotten_total",
+        "kv_blocks_forgotten",
+        "Blocks that were withdrawn although they exist, because too many were announced.",
+    ),
+    _split(
+        Kind.COUNTER,
         "samples_dropped_total",
         "kind",
         "Durations missing in the histograms, because too many came between two reports.",
@@ -275,6 +288,12 @@ _GAUGES: Final = (
         "epoch",
         "epoch",
         "The present epoch, which every reset changes; a large number where engines share it.",
+    ),
+    _one(
+        Kind.GAUGE,
+        "kv_event_blocks_announced",
+        "kv_blocks_announced",
+        "Blocks that KV events have announced and not withdrawn.",
     ),
     _by_rank(
         _one(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from umbp.backends.base import PoolStats
+from umbp.connector.kv_events import KVEvents
 from umbp.connector.metric_table import COUNTED, LIVE_STATES
 from umbp.connector.samples import Samples
 from umbp.connector.scheduler import SchedulerSide
@@ -53,6 +54,7 @@ class SchedulerReports:
         side: The scheduler's side.
         backend: Name of the backend.
         source: Where it keeps objects.
+        kv_events: What makes KV events; None where nobody wants them.
         clock: Seconds, monotonic.
     """
 
@@ -61,12 +63,14 @@ class SchedulerReports:
         side: SchedulerSide,
         backend: str,
         source: str,
+        kv_events: KVEvents | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._side = side
         self._backend = backend
         self._source = source
+        self._kv_events = kv_events
         self._clock = clock
         self._reporter = f"scheduler {next(_numbers)}"
         self._deltas = _Deltas()
@@ -117,6 +121,11 @@ class SchedulerReports:
             "lookup_breaker_open": counters.get("lookup_breaker_open", 0),
             "epoch": core.epoch,
         }
+        if self._kv_events is not None:
+            counters["kv_blocks_stored"] = self._kv_events.stored_count
+            counters["kv_blocks_removed"] = self._kv_events.removed_count
+            counters["kv_blocks_forgotten"] = self._kv_events.forgotten_count
+            gauges["kv_blocks_announced"] = self._kv_events.announced_count
         return counters, gauges
 
 

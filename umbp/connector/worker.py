@@ -23,6 +23,7 @@ from umbp.backends.base import (
 from umbp.connector.metadata import (
     PlanPart,
     RankAnswer,
+    RankEvictions,
     StepMetadata,
     TransferPlan,
     WorkerMetadata,
@@ -69,6 +70,7 @@ class WorkerSide:
         make_fence: Returns a function that waits for the device work submitted so far; None where
             the device works at once.
         shared_epoch: The epoch that this engine shares with others; None: it has its own.
+        tell_evictions: Tell the scheduler's side what the pool evicts.
         clock: Seconds, monotonic.
         sleep: Waits for so many seconds on that clock.
 
@@ -87,6 +89,7 @@ class WorkerSide:
         timeout_ms: int,
         make_fence: Callable[[], Callable[[], None]] | None = None,
         shared_epoch: EpochSource | None = None,
+        tell_evictions: bool = False,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -96,6 +99,7 @@ class WorkerSide:
         self._timeout_s = timeout_ms / 1000
         self._make_fence = make_fence
         self._shared_epoch = shared_epoch
+        self._tell_evictions = tell_evictions
         self._clock = clock
         self._sleep = sleep
         self._epoch = 0
@@ -108,6 +112,7 @@ class WorkerSide:
         self._failed: set[str] = set()
         self._error_blocks: set[int] = set()
         self._answers: list[RankAnswer] = []
+        self._evicted: list[bytes] = []
         self.load_seconds = Samples()
         self.store_seconds = Samples()
 
@@ -169,7 +174,37 @@ class WorkerSide:
     def take_answers(self) -> WorkerMetadata | None:
         """Answers ``build_connector_worker_meta``."""
         answers, self._answers = self._answers, []
-        return WorkerMetadata(answers) if answers else None
+        gone = self._take_evictions() if self._tell_evictions else []
+        if not answers and not gone:
+            return None
+        return WorkerMetadata(answers, [RankEvictions(self.rank, gone)] if gone else [])
+
+    def _take_evictions(self) -> list[bytes]:
+        """Returns keys that are gone, each with the answer to its last store or after it."""
+        evicted = list(dict.fromkeys([*self._evicted, *self._pool.take_evictions()]))
+        self._evicted = []
+        if not evicted:
+            return []
+        try:
+            present = self._pool.contains(evicted)
+        except BackendError as error:
+            logger.debug("the backend did not say which objects it holds: %s", error)
+            present = [False] * len(evicted)
+        # One that is there was stored again. Of one that is being stored nobody can say yet which
+        # came first; it is looked at again.
+        gone = [key for key, is_there in zip(evicted, present, strict=True) if not is_there]
+        storing = self._keys_being_stored()
+        self._evicted = [key for key in gone if key in storing]
+        return [key for key in gone if key not in storing]
+
+    def _keys_being_stored(self) -> set[bytes]:
+        return {
+            key
+            for job in self._jobs.values()
+            if not job.is_load
+            for part in job.plan.parts
+            for key in self._keys(job.plan, part)
+        }
 
     @property
     def open_jobs(self) -> int:
