@@ -16,8 +16,15 @@ DASHBOARD: dict[str, Any] = json.loads((ROOT / "dashboards" / "umbp.json").read_
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 QUERIES = [target["expr"] for panel in PANELS for target in panel["targets"]]
 
+# Prometheus before 3.0 stores them with an underscore.
+NAME = r'__name__=~"vllm\[:_\](umbp_\w+)"'
 SERIES = {name: metric for metric in METRICS for name in metric.series}
-VLLM_LABELS = {"model_name", "engine", "le"}
+VLLM_LABELS = {"__name__", "model_name", "engine", "le"}
+
+
+def asked(query: str) -> list[str]:
+    """Returns the series that a query asks for."""
+    return [f"vllm:{name}" for name in re.findall(NAME, query)]
 
 
 def test_the_page_is_up_to_date() -> None:
@@ -33,8 +40,9 @@ def test_the_page_has_a_row_for_each_metric() -> None:
 
 @pytest.mark.parametrize("query", QUERIES)
 def test_a_query_asks_for_metrics_and_labels_that_exist(query: str) -> None:
-    names = re.findall(r"\bvllm:\w+", query)
+    names = asked(query)
     assert names
+    assert query.count("vllm") == len(names)
     assert set(names) <= SERIES.keys()
     labels = {label for name in names for label in SERIES[name].own_labels} | VLLM_LABELS
     grouped = re.findall(r"by \(([^)]*)\)", query)
@@ -44,11 +52,13 @@ def test_a_query_asks_for_metrics_and_labels_that_exist(query: str) -> None:
     for name in names:
         # A counter is shown by how fast it rises.
         is_counter = SERIES[name].kind.value != "gauge"
-        assert is_counter == bool(re.search(rf"(rate|increase)\({name}\b", query)), name
+        short = name.removeprefix("vllm:")
+        rising = rf'(rate|increase)\({{__name__=~"vllm\[:_\]{short}"'
+        assert is_counter == bool(re.search(rising, query)), name
 
 
 def test_every_metric_is_on_the_dashboard() -> None:
-    shown = {name for query in QUERIES for name in re.findall(r"\bvllm:\w+", query)}
+    shown = {name for query in QUERIES for name in asked(query)}
     missing = [metric.name for metric in METRICS if not shown & set(metric.series)]
     assert not missing
 

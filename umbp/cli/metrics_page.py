@@ -27,7 +27,9 @@ metric has vLLM's labels (`model_name`, `engine`) and `backend`, the backend's n
 * `source` is what vLLM calls the tier of a hit: `p2p` for backend `distributed`, where an object
   may lie on another host, else `host`. vLLM 0.32 and later count prompt tokens by the same source
   (`vllm:prompt_tokens_cached_by_source_total`).
-* [dashboards/umbp.json](../dashboards/umbp.json) is a Grafana dashboard of these metrics.
+* Prometheus before 3.0 stores these names, and vLLM's own, with `_` in place of `:`; so does Ray.
+* [dashboards/umbp.json](../dashboards/umbp.json) is a Grafana dashboard of these metrics, under
+  either name.
 
 This page is generated from the code: `python -m umbp.cli.metrics_page docs/metrics.md`.
 """
