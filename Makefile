@@ -53,8 +53,9 @@ diagram: setup  ## write docs/lifecycle.md, with the state diagrams, from the ta
 		&& mv docs/lifecycle.md.new docs/lifecycle.md \
 		|| { rm -f docs/lifecycle.md.new; exit 1; }
 
-docs: diagram  ## write all generated pages: docs/lifecycle.md and docs/options.md
+docs: diagram  ## write all generated pages of docs/: lifecycle.md, metrics.md and options.md
 	$(RUN) --profile best -- python -m umbp.cli.options_page docs/options.md
+	$(RUN) --profile best -- python -m umbp.cli.metrics_page docs/metrics.md
 
 site: setup  ## write the documentation as a site to build/site; a broken link fails
 	@NO_MKDOCS_2_WARNING=1 $(RUN) --profile best -- mkdocs build --strict

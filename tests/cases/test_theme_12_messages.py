@@ -10,6 +10,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from umbp.connector.metadata import (
     PlanPart,
     RankAnswer,
+    RankEvictions,
     StepMetadata,
     TransferPlan,
     WorkerMetadata,
@@ -24,6 +25,7 @@ MESSAGES: list[Any] = [
     StepMetadata(3, loads=[PLAN], stores=[PLAN, PLAN], cancels=[1, 2], refused=[PLAN]),
     WorkerMetadata([]),
     WorkerMetadata([RankAnswer(5, 1, False, True, 1 << 40, [b"\x00\xff" * 16], "gone")]),
+    WorkerMetadata([], [RankEvictions(1, [bytes(range(60)), b"\xff" * 60])]),
 ]
 
 
@@ -47,6 +49,11 @@ def test_case_12_4_messages_keep_their_types_between_processes(message: Any) -> 
 
 
 def test_case_12_4_answers_can_be_joined_after_the_way() -> None:
-    sent = [WorkerMetadata([RankAnswer(1, rank, True)]) for rank in range(2)]
+    sent = [
+        WorkerMetadata([RankAnswer(1, rank, True)], [RankEvictions(rank, [b"key"])])
+        for rank in range(2)
+    ]
     first, second = (pickle.loads(pickle.dumps(message)) for message in sent)
-    assert [answer.rank for answer in first.aggregate(second).answers] == [0, 1]
+    joined = first.aggregate(second)
+    assert [answer.rank for answer in joined.answers] == [0, 1]
+    assert [evictions.rank for evictions in joined.evictions] == [0, 1]

@@ -138,7 +138,7 @@ class Engine:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if settings.in_process else "1"
         os.environ.update(settings.environment)
         from vllm import EngineArgs, LLMEngine
-        from vllm.config import KVTransferConfig
+        from vllm.config import KVEventsConfig, KVTransferConfig
 
         self.settings = settings
         if settings.backend == "faulty":
@@ -150,6 +150,8 @@ class Engine:
             transfer = KVTransferConfig(**settings.transfer_config())
         model = make_model(models / settings.model, CONFIGS[settings.model])
         arguments = {**_ARGUMENTS, **settings.arguments}
+        if "kv_events_config" in arguments:
+            arguments["kv_events_config"] = KVEventsConfig(**arguments["kv_events_config"])
         self._engine: Any = LLMEngine.from_engine_args(
             EngineArgs(model=str(model), kv_transfer_config=transfer, **arguments)
         )

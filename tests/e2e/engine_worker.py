@@ -11,7 +11,7 @@ from typing import Any, Final
 import attrs
 
 from umbp.backends.base import TransferJob, TransferOutcome, TransferPart, WorkerPool
-from umbp.keys import KeySpace
+from umbp.keys import PREFIX_BYTES, KeySpace, split_prefix
 
 REPORT_VARIABLE: Final = "UMBP_TEST_REPORT"
 """Names the file into which ``SpyConnector`` reports."""
@@ -120,7 +120,18 @@ def worker_pool() -> WorkerPool:
     return pool
 
 
+def held_hashes(_: Any, epoch: int) -> set[Any]:
+    """Returns what the ``memory`` pool holds under an epoch, by hash, as KV events tell it."""
+    from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+    pool: Any = worker_pool()
+    keys = [key for key in list(pool._index._objects) if split_prefix(key)[0] == epoch]
+    return {maybe_convert_block_hash(key[PREFIX_BYTES:]) for key in keys}
+
+
 def _connector() -> Any:
+    """Returns the connector; under vLLM's ``MultiConnector``, the first one."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    return get_kv_transfer_group()
+    connector: Any = get_kv_transfer_group()
+    return getattr(connector, "sub_connectors", [connector])[0]

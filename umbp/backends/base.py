@@ -348,7 +348,8 @@ class LookupClient(Protocol):
     """A backend's side in the scheduler. Called by one thread; never blocks beyond ``wait_s``.
 
     It may also have a method ``counters() -> Mapping[str, int]``, whose names begin with
-    ``lookup_``; the connector shows them beside its own.
+    ``lookup_``; the connector shows them beside its own, and those that it knows
+    (``umbp.connector.metric_table``) as metrics.
     """
 
     def ask(self, question: LookupQuestion) -> None:
@@ -401,6 +402,9 @@ class EpochSource(Protocol):
 
 class Backend(Protocol):
     """What the entry point names. Stateless; its ``open`` methods do the work.
+
+    A backend that reads objects from other hosts says so by a class attribute
+    ``hit_source = "p2p"``; without it, metrics call its hits ``"host"``.
 
     A backend whose lookups may list objects that are gone may say, as a class attribute
     ``load_failure_quarantine_ms: int``, what that option is where the user does not.

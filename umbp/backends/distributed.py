@@ -220,6 +220,8 @@ class DistributedBackend:
     api: ClassVar[int] = BACKEND_API
     options_type: ClassVar[type[Any]] = DistributedOptions
     pool_in_worker: ClassVar[bool] = False
+    hit_source: ClassVar[str] = "p2p"
+    """An object may lie on this host; only the master knows, and the farther place is said."""
     load_failure_quarantine_ms: ClassVar[int] = 30_000
     """A dead node's objects are listed until the master misses it, by default for as long."""
 

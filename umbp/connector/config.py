@@ -199,6 +199,11 @@ class ConnectorConfig:
             chosen = getattr(self.backend, "load_failure_quarantine_ms", 0)
         return chosen
 
+    @property
+    def hit_source(self) -> str:
+        """Where the backend keeps objects, as vLLM names sources of hits."""
+        return getattr(self.backend, "hit_source", "host")
+
     def core_limits(
         self, *, unit_tokens: int, block_count: int, blocks_per_unit: float = 1.0
     ) -> CoreLimits:

@@ -20,8 +20,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from umbp.backends.registry import find_backend
 from umbp.connector.config import ConnectorConfig
 from umbp.connector.groups import GroupRules
+from umbp.connector.kv_events import KVEvents, are_wanted, event_groups
 from umbp.connector.metadata import StepMetadata, WorkerMetadata
 from umbp.connector.namespace import digest, manifest
+from umbp.connector.plugin import register_class
+from umbp.connector.prom import UMBPPromMetrics
+from umbp.connector.reports import SchedulerReports, WorkerReports
 from umbp.connector.scheduler import SchedulerSide
 from umbp.connector.setup import (
     WorkerParts,
@@ -29,6 +33,7 @@ from umbp.connector.setup import (
     open_worker_parts,
     write_manifest,
 )
+from umbp.connector.stats import UMBPStats
 from umbp.connector.support import (
     check_supported,
     refuse_random_hashes,
@@ -50,9 +55,7 @@ _CLOSE_TIMEOUT_S = 5.0
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 except ImportError:  # vLLM 0.31 does not tell sources of hits apart.
-    _HOST = None
-else:
-    _HOST = CacheHitSource.HOST
+    CacheHitSource = None
 
 
 class UMBPStoreConnector(KVConnectorBase_V1, SupportsHMA):
@@ -67,12 +70,16 @@ class UMBPStoreConnector(KVConnectorBase_V1, SupportsHMA):
         ConfigError: The configuration cannot work; the message says what to do.
     """
 
-    _cache_hit_source = _HOST
-
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         config, self.manifest = self._configure(vllm_config, kv_cache_config)
         keyspace = KeySpace(digest(self.manifest))
+        self._backend_name = config.options.backend
+        self._hit_source = config.hit_source
+        # Read by vLLM's base class when it counts where the tokens of a prompt came from.
+        self._cache_hit_source = CacheHitSource(self._hit_source) if CacheHitSource else None
+        self._reports: SchedulerReports | WorkerReports | None = None
+        self._kv_events: KVEvents | None = None
         self._scheduler_side: SchedulerSide | None = None
         self._worker_parts: WorkerParts | None = None
         self._worker_side: WorkerSide | None = None
@@ -150,6 +157,11 @@ class UMBPStoreConnector(KVConnectorBase_V1, SupportsHMA):
         super().bind_kv_cache_manager(kv_cache_manager)
         rules = GroupRules(kv_cache_manager, self._sparse_groups)
         self.scheduler_side.bind(rules, kv_cache_manager.block_pool)
+        if are_wanted(self._vllm_config):
+            self._kv_events = KVEvents(self.scheduler_side.core, event_groups(kv_cache_manager))
+        self._reports = SchedulerReports(
+            self.scheduler_side, self._backend_name, self._hit_source, self._kv_events
+        )
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -170,8 +182,14 @@ class UMBPStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: Any) -> None:
         """Takes the workers' answers."""
         metadata = connector_output.kv_connector_worker_meta
-        if isinstance(metadata, WorkerMetadata):
+        if not isinstance(metadata, WorkerMetadata):
+            return
+        if self._kv_events is None:
             self.scheduler_side.take_worker_answers(metadata)
+            return
+        leases = self._kv_events.leases_of(metadata)
+        self.scheduler_side.take_worker_answers(metadata)
+        self._kv_events.follow(metadata, leases)
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -205,8 +223,8 @@ class UMBPStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler_side.may_free_blocks_soon()
 
     def take_events(self) -> Iterable[Any]:
-        """No KV events are published."""
-        return ()
+        """Returns KV events of what is stored and what is gone, where vLLM publishes any."""
+        return self._kv_events.take() if self._kv_events is not None else ()
 
     def reset_cache(self) -> bool:
         """Makes everything stored so far unfindable."""
@@ -219,6 +237,7 @@ class UMBPStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker_parts is None:
             raise UsageError("KV caches are registered with a worker's connector object only")
         self._worker_side = self._worker_parts.register(kv_caches, self._kv_cache_config)
+        self._reports = WorkerReports(self._worker_side, self._backend_name, self._hit_source)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """Takes what the scheduler's side wants of this step."""
@@ -255,6 +274,27 @@ class UMBPStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return self.worker_side.take_answers()
 
     # ------------------------------------------------------------ both
+
+    def get_kv_connector_stats(self) -> UMBPStats | None:
+        """Reports what has happened since the last report, when one is due."""
+        return self._reports.take() if self._reports is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> UMBPStats:
+        """Makes a report of its data again, in vLLM's frontend."""
+        return UMBPStats(data if data is not None else {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> UMBPPromMetrics:
+        """Registers the metrics with vLLM's endpoint."""
+        register_class(cls)
+        return UMBPPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         """Ends transfers and lookups and gives memory back, in bounded time."""

@@ -11,6 +11,7 @@ import numpy as np
 from umbp.backends.base import LookupAnswer, LookupClient, LookupPart, LookupQuestion
 from umbp.connector.groups import Asked, BoolArray, GroupRules
 from umbp.connector.lookup_log import LookupLog
+from umbp.connector.samples import LookupMeter
 from umbp.errors import BackendError
 from umbp.fsm import LookupAnswered, RequestContext, StartLookup
 from umbp.fsm.quarantine import Quarantine
@@ -30,11 +31,13 @@ class _Question:
         context: The request.
         begin_tokens: What the engine had by itself.
         asked: What was asked for.
+        asked_s: When.
     """
 
     context: RequestContext
     begin_tokens: int
     asked: list[Asked]
+    asked_s: float
 
 
 class OpenLookups:
@@ -44,6 +47,7 @@ class OpenLookups:
         client: The backend's side in the scheduler.
         rules: Cache-group rules.
         quarantine: Hashes that count as missing.
+        meter: Measures.
         log: Takes what each lookup found; None: nobody wants to know.
     """
 
@@ -52,12 +56,14 @@ class OpenLookups:
         client: LookupClient,
         rules: GroupRules,
         quarantine: Quarantine,
+        meter: LookupMeter,
         log: LookupLog | None = None,
     ) -> None:
         self._client = client
         self._rules = rules
         self._quarantine = quarantine
         self._log = log
+        self._meter = meter
         self._questions: dict[int, _Question] = {}
         # Answered without asking.
         self._ready: list[LookupAnswered] = []
@@ -84,10 +90,12 @@ class OpenLookups:
             self._client.ask(LookupQuestion(question_id, context.epoch, parts))
         except BackendError as error:
             logger.warning("lookup of %s cannot be asked: %s", context.request_id, error)
+            self._meter.failed += 1
             answer = LookupAnswered(context.request_id, question_id, command.begin_tokens)
             self._ready.append(answer)
             return
-        self._questions[question_id] = _Question(context, command.begin_tokens, asked)
+        question = _Question(context, command.begin_tokens, asked, self._meter.clock())
+        self._questions[question_id] = question
 
     @property
     def are_many(self) -> bool:
@@ -115,6 +123,7 @@ class OpenLookups:
             for answer in self._take(wait_s):
                 question = self._questions.pop(answer.question_id, None)
                 if question is not None:
+                    self._meter.seconds.add(self._meter.clock() - question.asked_s)
                     events.append(self._event(question, answer, now_s))
         return events
 
@@ -169,6 +178,7 @@ class OpenLookups:
         """Warns of a failure, and not again while lookups go on to fail for the same reason."""
         level = logging.DEBUG if reason == self._failure else logging.WARNING
         self._failure = reason
+        self._meter.failed += 1
         logger.log(level, "lookup of %s failed: %s", request_id, reason)
 
     def _masks(

@@ -133,13 +133,28 @@ class RankAnswer:
 
 
 @attrs.define
+class RankEvictions:
+    """Objects that a rank had and has no more, told only where vLLM publishes KV events.
+
+    Attributes:
+        rank: The rank.
+        keys: Their keys. What the rank has stored and then lost is told with the answer to that
+            store or after it, never before.
+    """
+
+    rank: int
+    keys: list[bytes]
+
+
+@attrs.define
 class WorkerMetadata(KVConnectorWorkerMetadata):
-    """From the workers to the scheduler's side: the answers of one step."""
+    """From the workers to the scheduler's side: the answers of one step, and what is gone."""
 
     answers: list[RankAnswer]
+    evictions: list[RankEvictions] = attrs.field(factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerMetadata":
         """Joins the answers of two workers."""
         if not isinstance(other, WorkerMetadata):
             raise TypeError(f"cannot join answers with {type(other).__name__}")
-        return WorkerMetadata(self.answers + other.answers)
+        return WorkerMetadata(self.answers + other.answers, self.evictions + other.evictions)

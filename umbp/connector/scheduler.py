@@ -14,14 +14,16 @@ from typing import Any
 import attrs
 
 from umbp.backends.base import EpochSource, LookupClient
+from umbp.connector.answers import event_of
 from umbp.connector.dry_watch import DryWatch
 from umbp.connector.groups import GroupRules
 from umbp.connector.lookup_log import LookupLog
 from umbp.connector.lookups import OpenLookups
-from umbp.connector.metadata import RankAnswer, StepMetadata, WorkerMetadata
+from umbp.connector.metadata import StepMetadata, WorkerMetadata
 from umbp.connector.outbox import Outbox
 from umbp.connector.pins import BlockPins
 from umbp.connector.room import Room
+from umbp.connector.samples import LookupMeter
 from umbp.connector.stores import StorePlanner
 from umbp.errors import BackendError, UmbpError, UsageError
 from umbp.fsm import (
@@ -42,9 +44,6 @@ from umbp.fsm import (
     LookupSkipped,
     PinBlocks,
     Preempted,
-    RankFailed,
-    RankStalled,
-    RankSucceeded,
     ReleasePins,
     RequestContext,
     RequestFinished,
@@ -130,6 +129,7 @@ class SchedulerSide:
         self._admissions_put_off = 0
         self._lookups_put_off = 0
         self._dry_watch = DryWatch()
+        self.lookup_meter = LookupMeter(clock)
 
     # ------------------------------------------------------------ hooks
 
@@ -141,7 +141,9 @@ class SchedulerSide:
             )
         lookups = None
         if self._client is not None:
-            lookups = OpenLookups(self._client, rules, self.core.quarantine, self._lookup_log)
+            lookups = OpenLookups(
+                self._client, rules, self.core.quarantine, self.lookup_meter, self._lookup_log
+            )
         self._bound_parts = _Bound(
             rules,
             BlockPins(block_pool),
@@ -259,7 +261,7 @@ class SchedulerSide:
                 )
                 if lease.synchronous and not answer.succeeded:
                     self._uncache(lease)
-            self._give(_event_of(answer))
+            self._give(event_of(answer))
 
     def _uncache(self, lease: TransferLease) -> None:
         """Takes what a failed synchronous load has left behind out of vLLM's prefix cache.
@@ -326,6 +328,7 @@ class SchedulerSide:
             "events_refused": self._refused_events,
             "admissions_put_off": self._admissions_put_off,
             "lookups_put_off": self._lookups_put_off,
+            "lookups_failed": self.lookup_meter.failed,
             "requests_live": len(self.core.requests),
             "leases_open": len(self.core.leases),
             "blocks_pinned": self.core.pinned_blocks,
@@ -476,16 +479,6 @@ class SchedulerSide:
         for lease in sent:
             self._give(LeaseSent(lease.job_id))
         return metadata
-
-
-def _event_of(answer: RankAnswer) -> Event:
-    if answer.succeeded:
-        return RankSucceeded(answer.job_id, answer.rank)
-    logger.debug("job %d failed on rank %d: %s", answer.job_id, answer.rank, answer.reason)
-    if answer.stalled:
-        return RankStalled(answer.job_id, answer.rank)
-    failed = tuple(answer.failed_hashes)
-    return RankFailed(answer.job_id, answer.rank, answer.attempted, failed)
 
 
 def _is_load(lease: TransferLease) -> bool:

@@ -21,6 +21,7 @@ from umbp.backends.base import (
 from umbp.backends.lookup_client import SocketLookupClient
 from umbp.backends.lookup_server import LookupServer
 from umbp.connector.config import ConnectorConfig
+from umbp.connector.kv_events import are_wanted
 from umbp.connector.layout import kv_memory
 from umbp.connector.lookup_log import LookupLog
 from umbp.connector.report_files import BoundedLines, open_directory, write_whole
@@ -209,7 +210,7 @@ def open_worker_parts(
         physical_device_index=None if device_index is None else _physical_index(device_index),
     )
     pool = config.backend.open_worker(config.backend_options, site)
-    return WorkerParts(config, keyspace, rank, pool)
+    return WorkerParts(config, keyspace, rank, pool, tell_evictions=are_wanted(vllm_config))
 
 
 def _physical_index(device_index: int) -> int:
@@ -231,15 +232,23 @@ class WorkerParts:
         keyspace: Keys of the namespace.
         rank: Index of this worker.
         pool: The backend's pool, not registered yet.
+        tell_evictions: Tell the scheduler's side what the pool evicts.
     """
 
     def __init__(
-        self, config: ConnectorConfig, keyspace: KeySpace, rank: int, pool: WorkerPool
+        self,
+        config: ConnectorConfig,
+        keyspace: KeySpace,
+        rank: int,
+        pool: WorkerPool,
+        *,
+        tell_evictions: bool = False,
     ) -> None:
         self._config = config
         self._keyspace = keyspace
         self._rank = rank
         self._pool = pool
+        self._tell_evictions = tell_evictions
         self._server: LookupServer | None = None
 
     def register(self, kv_caches: Mapping[str, Any], kv_cache_config: Any) -> WorkerSide:
@@ -264,6 +273,7 @@ class WorkerParts:
             timeout_ms=self._config.options.timeout_ms,
             make_fence=_fence_maker(memory.regions[0].device_type),
             shared_epoch=_open_epoch(self._config),
+            tell_evictions=self._tell_evictions,
         )
 
     def close(self, timeout_s: float) -> None:

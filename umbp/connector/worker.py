@@ -14,18 +14,22 @@ import attrs
 from umbp.backends.base import (
     EpochSource,
     JobResult,
+    PoolStats,
     TransferJob,
     TransferOutcome,
     TransferPart,
     WorkerPool,
 )
 from umbp.connector.metadata import (
+    PlanPart,
     RankAnswer,
+    RankEvictions,
     StepMetadata,
     TransferPlan,
     WorkerMetadata,
     unpack_ids,
 )
+from umbp.connector.samples import Samples
 from umbp.errors import BackendError, BackendStalled
 from umbp.keys import PREFIX_BYTES, KeySpace
 
@@ -45,11 +49,13 @@ class _OpenJob:
     Attributes:
         plan: What the scheduler's side asked for.
         is_load: Direction.
+        begun_s: When it was handed to the pool; None: it never was.
         is_reported: Whether vLLM was told that this load has ended, which it has not.
     """
 
     plan: TransferPlan
     is_load: bool
+    begun_s: float | None = None
     is_reported: bool = False
 
 
@@ -64,8 +70,14 @@ class WorkerSide:
         make_fence: Returns a function that waits for the device work submitted so far; None where
             the device works at once.
         shared_epoch: The epoch that this engine shares with others; None: it has its own.
+        tell_evictions: Tell the scheduler's side what the pool evicts.
         clock: Seconds, monotonic.
         sleep: Waits for so many seconds on that clock.
+
+    Attributes:
+        rank: Index of this worker.
+        load_seconds: How long loads took that nobody has reported yet.
+        store_seconds: How long stores took that nobody has reported yet.
     """
 
     def __init__(  # noqa: PLR0913 - keyword-only
@@ -77,15 +89,17 @@ class WorkerSide:
         timeout_ms: int,
         make_fence: Callable[[], Callable[[], None]] | None = None,
         shared_epoch: EpochSource | None = None,
+        tell_evictions: bool = False,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._pool = pool
         self._keyspace = keyspace
-        self._rank = rank
+        self.rank = rank
         self._timeout_s = timeout_ms / 1000
         self._make_fence = make_fence
         self._shared_epoch = shared_epoch
+        self._tell_evictions = tell_evictions
         self._clock = clock
         self._sleep = sleep
         self._epoch = 0
@@ -98,6 +112,9 @@ class WorkerSide:
         self._failed: set[str] = set()
         self._error_blocks: set[int] = set()
         self._answers: list[RankAnswer] = []
+        self._evicted: list[bytes] = []
+        self.load_seconds = Samples()
+        self.store_seconds = Samples()
 
     # ------------------------------------------------------------ hooks, in vLLM's order
 
@@ -157,7 +174,50 @@ class WorkerSide:
     def take_answers(self) -> WorkerMetadata | None:
         """Answers ``build_connector_worker_meta``."""
         answers, self._answers = self._answers, []
-        return WorkerMetadata(answers) if answers else None
+        gone = self._take_evictions() if self._tell_evictions else []
+        if not answers and not gone:
+            return None
+        return WorkerMetadata(answers, [RankEvictions(self.rank, gone)] if gone else [])
+
+    def _take_evictions(self) -> list[bytes]:
+        """Returns keys that are gone, each with the answer to its last store or after it."""
+        evicted = list(dict.fromkeys([*self._evicted, *self._pool.take_evictions()]))
+        self._evicted = []
+        if not evicted:
+            return []
+        try:
+            present = self._pool.contains(evicted)
+        except BackendError as error:
+            logger.debug("the backend did not say which objects it holds: %s", error)
+            present = [False] * len(evicted)
+        # One that is there was stored again. Of one that is being stored nobody can say yet which
+        # came first; it is looked at again.
+        gone = [key for key, is_there in zip(evicted, present, strict=True) if not is_there]
+        storing = self._keys_being_stored()
+        self._evicted = [key for key in gone if key in storing]
+        return [key for key in gone if key not in storing]
+
+    def _keys_being_stored(self) -> set[bytes]:
+        return {
+            key
+            for job in self._jobs.values()
+            if not job.is_load
+            for part in job.plan.parts
+            for key in self._keys(job.plan, part)
+        }
+
+    @property
+    def open_jobs(self) -> int:
+        """Jobs that the pool has not answered."""
+        return len(self._jobs)
+
+    def pool_stats(self) -> PoolStats | None:
+        """Says how full the pool is; None when it cannot say."""
+        try:
+            return self._pool.stats()
+        except BackendError as error:
+            logger.debug("the backend did not say how full its pool is: %s", error)
+            return None
 
     def close(self, timeout_s: float) -> None:
         """Answers ``shutdown``."""
@@ -168,26 +228,21 @@ class WorkerSide:
     def _submit(
         self, plan: TransferPlan, *, is_load: bool, fence: Callable[[], None] | None
     ) -> None:
+        begun_s = self._clock()
         job = TransferJob(
             plan.job_id,
             tuple(
                 TransferPart(
                     part.group_index,
-                    self._keyspace.keys_of_joined(
-                        part.hashes,
-                        part.hash_bytes,
-                        epoch=plan.epoch,
-                        group_index=part.group_index,
-                        rank=self._rank,
-                    ),
+                    self._keys(plan, part),
                     unpack_ids(part.block_ids),
                 )
                 for part in plan.parts
             ),
-            self._clock() + self._timeout_s,
+            begun_s + self._timeout_s,
             fence,
         )
-        open_job = _OpenJob(plan, is_load)
+        open_job = _OpenJob(plan, is_load, begun_s)
         self._jobs[plan.job_id] = open_job
         try:
             (self._pool.load if is_load else self._pool.store)(job)
@@ -196,6 +251,15 @@ class WorkerSide:
         except BackendError as error:
             del self._jobs[plan.job_id]
             self._finish(open_job, _not_attempted(plan.job_id, str(error)))
+
+    def _keys(self, plan: TransferPlan, part: PlanPart) -> list[bytes]:
+        return self._keyspace.keys_of_joined(
+            part.hashes,
+            part.hash_bytes,
+            epoch=plan.epoch,
+            group_index=part.group_index,
+            rank=self.rank,
+        )
 
     def _await(self, job_ids: set[int]) -> None:
         # The pool does not begin a job after its deadline, and says so when one that runs takes as
@@ -253,19 +317,22 @@ class WorkerSide:
         self._received.add(plan.request_id)
         self._failed.add(plan.request_id)
         self._answers.append(
-            RankAnswer(plan.job_id, self._rank, False, reason=result.reason, stalled=True)
+            RankAnswer(plan.job_id, self.rank, False, reason=result.reason, stalled=True)
         )
 
     def _finish(self, job: _OpenJob, result: JobResult) -> None:
         plan = job.plan
         succeeded = result.outcome is TransferOutcome.DONE
+        if job.begun_s is not None and result.outcome is not TransferOutcome.NOT_ATTEMPTED:
+            samples = self.load_seconds if job.is_load else self.store_seconds
+            samples.add(self._clock() - job.begun_s)
         if job.is_load and succeeded and not self._is_present(plan.epoch):
             # Reset while it was on its way: what it brought is from before.
             succeeded = False
         self._answers.append(
             RankAnswer(
                 plan.job_id,
-                self._rank,
+                self.rank,
                 succeeded,
                 result.outcome is not TransferOutcome.NOT_ATTEMPTED,
                 result.bytes_moved,

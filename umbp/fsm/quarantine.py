@@ -44,6 +44,11 @@ class Quarantine:
             return set()
         return {block_hash for block_hash in block_hashes if block_hash in self._until}
 
+    def count(self, now_s: float) -> int:
+        """Returns how many hashes are in quarantine."""
+        self._expire(now_s)
+        return len(self._until)
+
     def clear(self) -> None:
         """Forgets all: after a reset no old key is ever asked for."""
         self._until.clear()
