@@ -191,6 +191,12 @@ _COUNTERS: Final = (
     ),
     _one(
         Kind.COUNTER,
+        "lookups_delayed_total",
+        "lookups_put_off",
+        "Times that a question waited because many were open.",
+    ),
+    _one(
+        Kind.COUNTER,
         "preemptions_total",
         "preemptions",
         "Lives of requests that ended by preemption.",
