@@ -18,7 +18,8 @@ from umbp.testing.kv_memory import GroupShape, HostKVMemory, KVShape, make_kv_me
 
 BLOCK_COUNT = 5
 PLANES = ((8,), (24, 40, 17), (96, 96), (3, 1), (1 << 14, 1 << 13))
-CHOSEN = np.array([3, 0, 4, 1])
+# Read-only, as ids are that come out of a step's metadata.
+CHOSEN = np.frombuffer(np.array([3, 0, 4, 1]).tobytes(), dtype=np.int64)
 
 
 def layouts() -> Iterator[tuple[str, HostKVMemory]]:

@@ -17,7 +17,7 @@ def run(program: str, **variables: str) -> list[str]:
     """Runs a program of this folder and returns its lines."""
     pytest.importorskip("triton", reason="Triton comes with PyTorch for GPUs, and with vLLM")
     done = subprocess.run(
-        [sys.executable, str(HERE / program)],
+        [sys.executable, "-W", "error::UserWarning:umbp.backends.triton_rows", str(HERE / program)],
         env={**os.environ, **variables},
         capture_output=True,
         text=True,

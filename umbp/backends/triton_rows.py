@@ -82,7 +82,8 @@ class TritonRows:
 
     def locate(self, block_ids: Int64Array) -> Any:
         """See ``Rows.locate``: int64[objects], on the device."""
-        return torch.from_numpy(block_ids).to(self._device)
+        # A copy: ids out of the step's metadata are read-only, which torch warns of.
+        return torch.from_numpy(block_ids.copy()).to(self._device)
 
     def gather(self, located: Any, part: slice, staging: Any) -> None:
         """See ``Rows.gather``."""
