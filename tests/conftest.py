@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How hard property tests look for a counterexample, and where long tests of the core run.
+"""How hard property tests look for a counterexample, and where long tests run.
 
 ``UMBP_HYPOTHESIS_PROFILE`` names a profile. ``ci`` is the default where ``CI`` is ``true``, so that
 a change is judged by the change alone; ``dev`` is it elsewhere. ``UMBP_PURE_TESTS=skip`` leaves out
@@ -44,7 +44,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips what another environment of this machine runs."""
     if os.environ.get("UMBP_PURE_TESTS") != "skip":
         return
-    skip = pytest.mark.skip(reason="about the core alone; another environment here runs it")
+    skip = pytest.mark.skip(reason="the same in every environment; another one here runs it")
     for item in items:
         if item.get_closest_marker("pure"):
             item.add_marker(skip)

@@ -65,6 +65,7 @@ def test_hybrid_model_is_restored_inside_a_block(tmp_path: Path) -> None:
     assert "token ids" in done.stdout
 
 
+@pytest.mark.pure
 def test_demo_fails_when_nothing_is_restored(tmp_path: Path) -> None:
     """With lookups off, umbp stores and never restores; the demo must notice."""
     done, outcome = run_demo(tmp_path, "--option", "enable_lookup=false")
@@ -74,6 +75,7 @@ def test_demo_fails_when_nothing_is_restored(tmp_path: Path) -> None:
     assert outcome["failed_condition"] in done.stderr
 
 
+@pytest.mark.pure
 def test_configuration_error_of_the_engine_is_one_line(tmp_path: Path) -> None:
     """The pool cannot hold one object, which only the running engine can know."""
     done, outcome = run_demo(tmp_path, "--option", "total_capacity_bytes=4096")

@@ -168,8 +168,8 @@ MUTANTS: Final = (
     Mutant(
         "requests that have loaded may take all blocks, so that none can start",
         "umbp/connector/room.py",
-        "        if not self._owed:\n            return False\n",
-        "        if self._owed is not None:\n            return False\n",
+        "        owed = self._owed_by_all - self._owed.get(request.request_id, 0)\n",
+        "        owed = 0\n",
         ("tests/unit/connector/test_room.py",),
     ),
     Mutant(

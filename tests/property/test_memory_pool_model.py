@@ -9,6 +9,7 @@ import time
 import zlib
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -16,6 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from umbp.backends.base import TransferJob, TransferOutcome, TransferPart, WorkerSite
 from umbp.backends.memory import MemoryOptions, MemoryPool
 from umbp.testing.kv_memory import GroupShape, KVShape, make_kv_memory
+
+pytestmark = pytest.mark.pure
 
 PATIENCE_S = 60.0
 GROUPS = (GroupShape(2, (64, 96)), GroupShape(1, (200,)))

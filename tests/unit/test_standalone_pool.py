@@ -13,6 +13,7 @@ from umbp.backends.base import JobResult, TransferJob, TransferOutcome, Transfer
 from umbp.backends.job_runner import TransferKind
 from umbp.backends.mori_client import Moved
 from umbp.backends.mori_columns import group_columns
+from umbp.backends.mori_transfers import DirectTransfers
 from umbp.backends.server_address import ServerAddress
 from umbp.backends.standalone import StandaloneBackend, StandalonePool
 from umbp.backends.standalone_options import StandaloneOptions
@@ -76,6 +77,7 @@ def run(link: FakeLink, kind: TransferKind = TransferKind.LOAD) -> JobResult:
     pool: Any = StandalonePool(StandaloneOptions(address=ADDRESS), site(), library=None)  # type: ignore[arg-type]
     kv = make_kv_memory(KVShape.LBH, [GroupShape(1, (64,))], block_count=2)
     pool._columns = group_columns(kv.memory)
+    pool._transfers = DirectTransfers(kv.memory, pool._columns)
     pool._link = link
     result: JobResult = pool._run(kind, TransferJob(1, (TransferPart(0, [b"a", b"b"], ALL),), 0.0))
     return result

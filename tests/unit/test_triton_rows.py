@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.pure
+
 HERE = Path(__file__).parent
 LAYOUT_COUNT = 19
 COMPILED_COUNT = 8
