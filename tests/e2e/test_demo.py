@@ -30,7 +30,13 @@ def run_demo(tmp_path: Path, *arguments: str) -> tuple[subprocess.CompletedProce
     return done, json.loads(outcome.read_text()) if outcome.exists() else None
 
 
-@pytest.mark.parametrize("backend", ["memory", pytest.param("embedded", marks=pytest.mark.mori)])
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param("memory", marks=pytest.mark.pure),
+        pytest.param("embedded", marks=pytest.mark.mori),
+    ],
+)
 def test_demo_restores_what_the_prefix_cache_had(tmp_path: Path, backend: str) -> None:
     done, outcome = run_demo(tmp_path, "--backend", backend)
     lacks_mori = done.returncode == 2 and "MORI" in done.stderr
@@ -51,6 +57,7 @@ def test_demo_restores_what_the_prefix_cache_had(tmp_path: Path, backend: str) -
     assert "7305" in restored["answer_text"]
 
 
+@pytest.mark.pure
 def test_hybrid_model_is_restored_inside_a_block(tmp_path: Path) -> None:
     done, outcome = run_demo(tmp_path, "--model", "hybrid", "--max-tokens", "16")
     assert done.returncode == 0, done.stdout + done.stderr
