@@ -160,9 +160,13 @@ class _FoundBlocks:
     def get_cached_block(self, block_hash: bytes, group_ids: Sequence[int]) -> Any:
         """Returns a block for each group; None when some group lacks it."""
         place = self.places.get(block_hash)
-        if place is not None and all(self.found[index][place] for index in group_ids):
-            return [_Found(block_hash)] * len(group_ids)
-        return None
+        if place is None:
+            return None
+        # A loop and no generator: vLLM asks once for every block of a prompt.
+        for index in group_ids:
+            if not self.found[index][place]:
+                return None
+        return [_Found(block_hash)] * len(group_ids)
 
 
 class GroupRules:
