@@ -82,7 +82,7 @@ class MeasuredEngine:
         self._shape = shape
         self._llm = LLM(
             model=shape.model,
-            load_format="dummy",
+            load_format="dummy",  # Times are compared, and no output.
             skip_tokenizer_init=True,
             dtype="bfloat16",
             max_model_len=shape.prompt_tokens + 1024,

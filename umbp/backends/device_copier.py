@@ -62,7 +62,7 @@ class DeviceCopier:
     ) -> None:
         lanes = self._lanes()
         object_bytes = self._gather.object_bytes(group_index)
-        count_max = self._staging_bytes // object_bytes
+        chunks = self._gather.chunks(group_index, len(offsets), self._staging_bytes)
         with torch.inference_mode():
             try:
                 with lanes[0].stream:
@@ -71,11 +71,8 @@ class DeviceCopier:
                 lanes[0].stream.synchronize()
                 # In turns: while one lane's buffer is gathered, the other's is on the link. A
                 # stream runs its part in order, so its buffer can be used again at once.
-                for lane, first in zip(
-                    itertools.cycle(lanes), range(0, len(offsets), count_max), strict=False
-                ):
-                    part = slice(first, min(first + count_max, len(offsets)))
-                    staged = lane.staging[: (part.stop - first) * object_bytes]
+                for lane, part in zip(itertools.cycle(lanes), chunks, strict=False):
+                    staged = lane.staging[: (part.stop - part.start) * object_bytes]
                     with lane.stream:
                         if into_pool:
                             self._gather.gather(blocks, part, staged)

@@ -6,6 +6,7 @@ on the current stream; the caller waits for it.
 """
 
 import logging
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import attrs
@@ -80,6 +81,12 @@ class DeviceGather:
         """Size of the largest object of all groups."""
         return max(self._object_bytes.values())
 
+    def chunks(self, group_index: int, object_count: int, staging_bytes: int) -> Iterator[slice]:
+        """Cuts objects into as many as a buffer holds, which is at least one."""
+        count_max = staging_bytes // self._object_bytes[group_index]
+        for first in range(0, object_count, count_max):
+            yield slice(first, min(first + count_max, object_count))
+
     def locate(self, group_index: int, block_ids: Int64Array) -> Blocks:
         """Brings to the device what it needs to find blocks.
 
@@ -136,12 +143,12 @@ def _prove(rows: Rows, reference: Rows, layout: ObjectLayout, device: Any) -> No
     size_bytes = layout.object_bytes * len(block_ids)
     gathered = torch.full((size_bytes,), 0xA5, dtype=torch.uint8, device=device)
     expected = torch.full((size_bytes,), 0x5A, dtype=torch.uint8, device=device)
-    reference.gather(reference.locate(block_ids), part, expected)
-    located = rows.locate(block_ids)
+    located, known = rows.locate(block_ids), reference.locate(block_ids)
+    reference.gather(known, part, expected)
     rows.gather(located, part, gathered)
     if not torch.equal(gathered, expected):
         raise ValueError("it gathered other bytes than torch")
     rows.scatter(located, part, gathered)
-    reference.gather(reference.locate(block_ids), part, gathered)
+    reference.gather(known, part, gathered)
     if not torch.equal(gathered, expected):
         raise ValueError("it scattered other bytes than it had gathered")

@@ -164,9 +164,7 @@ class StagedTransfers:
 
     def _chunks(self, part: TransferPart) -> Iterator[slice]:
         """Cuts a part into as many objects as a slot holds."""
-        count_max = self._slot_bytes // self._gather.object_bytes(part.group_index)
-        for begin in range(0, len(part.keys), count_max):
-            yield slice(begin, min(begin + count_max, len(part.keys)))
+        return self._gather.chunks(part.group_index, len(part.keys), self._slot_bytes)
 
     @contextlib.contextmanager
     def _ring(self) -> Iterator[_Ring]:

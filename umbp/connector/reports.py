@@ -47,6 +47,44 @@ class _Deltas:
         return risen
 
 
+class _Reporter:
+    """Makes the reports of one side.
+
+    Args:
+        backend: Name of the backend.
+        source: Where it keeps objects.
+        name: What the side is called; a number makes it unique.
+        rank: Rank of a worker.
+    """
+
+    def __init__(self, backend: str, source: str, name: str, rank: int | None = None) -> None:
+        self._backend = backend
+        self._source = source
+        self._name = f"{name}{next(_numbers)}"
+        self._rank = rank
+        self._deltas = _Deltas()
+
+    def report(
+        self,
+        counters: Mapping[str, int],
+        gauges: dict[str, int],
+        seconds: dict[str, list[float]],
+    ) -> UMBPStats | None:
+        """Returns what has changed since the last report; None when nothing has."""
+        risen = self._deltas.take(counters, gauges)
+        if risen is None and not seconds:
+            return None
+        return report(
+            self._backend,
+            self._name,
+            source=self._source,
+            rank=self._rank,
+            counters=risen or {},
+            gauges=gauges,
+            seconds=seconds,
+        )
+
+
 class SchedulerReports:
     """Reports of the scheduler's side.
 
@@ -68,12 +106,9 @@ class SchedulerReports:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._side = side
-        self._backend = backend
-        self._source = source
         self._kv_events = kv_events
         self._clock = clock
-        self._reporter = f"scheduler {next(_numbers)}"
-        self._deltas = _Deltas()
+        self._reporter = _Reporter(backend, source, "scheduler ")
         self._due_s = clock()
         self._was_idle = True
         self._lookups = 0
@@ -91,18 +126,8 @@ class SchedulerReports:
         self._was_idle = is_idle
         self._lookups = core.counters.lookups
         counters, gauges = self._read()
-        seconds = self._side.lookup_meter.seconds.take()
-        risen = self._deltas.take(counters, gauges)
-        if risen is None and not seconds:
-            return None
-        return report(
-            self._backend,
-            self._reporter,
-            source=self._source,
-            counters=risen or {},
-            gauges=gauges,
-            seconds={"lookup": seconds} if seconds else {},
-        )
+        seconds = _taken(lookup=self._side.lookup_meter.seconds)
+        return self._reporter.report(counters, gauges, seconds)
 
     def _read(self) -> tuple[dict[str, int], dict[str, int]]:
         core = self._side.core
@@ -148,11 +173,8 @@ class WorkerReports:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._side = side
-        self._backend = backend
         self._clock = clock
-        self._source = source
-        self._reporter = f"rank {side.rank}, {next(_numbers)}"
-        self._deltas = _Deltas()
+        self._reporter = _Reporter(backend, source, f"rank {side.rank}, ", side.rank)
         self._due_s = clock()
 
     def take(self) -> UMBPStats | None:
@@ -171,18 +193,7 @@ class WorkerReports:
             "store_samples_dropped": side.store_seconds.dropped,
         }
         seconds = _taken(load=side.load_seconds, store=side.store_seconds)
-        risen = self._deltas.take(counters, gauges)
-        if risen is None and not seconds:
-            return None
-        return report(
-            self._backend,
-            self._reporter,
-            source=self._source,
-            rank=side.rank,
-            counters=risen or {},
-            gauges=gauges,
-            seconds=seconds,
-        )
+        return self._reporter.report(counters, gauges, seconds)
 
 
 def _taken(**samples: Samples) -> dict[str, list[float]]:
