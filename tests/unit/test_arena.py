@@ -92,11 +92,17 @@ class ArenaMachine(RuleBasedStateMachine):
         if offset is None:
             assert self.longest_gap() < rounded
             return
-        assert offset % 64 == 0
-        assert 0 <= offset <= self.CAPACITY - rounded
-        for other, other_size in self.extents.items():
-            assert offset + rounded <= other or other + other_size <= offset
-        self.extents[offset] = rounded
+        self.add(offset, rounded)
+
+    @rule(size=st.sampled_from([64, 100, 300]), count=st.integers(0, 9))
+    def allocate_many(self, size, count):
+        rounded = self.arena.rounded(size)
+        offsets = self.arena.allocate_many(size, count)
+        assert len(offsets) <= count
+        for offset in offsets:
+            self.add(offset, rounded)
+        if len(offsets) < count:
+            assert self.longest_gap() < rounded
 
     @precondition(lambda self: self.extents)
     @rule(data=st.data())
@@ -114,6 +120,13 @@ class ArenaMachine(RuleBasedStateMachine):
             self.arena.free(offset)
         assert self.arena.used_bytes == 0
         assert self.arena.allocate(64 * 40) == 0
+
+    def add(self, offset, rounded):
+        assert offset % 64 == 0
+        assert 0 <= offset <= self.CAPACITY - rounded
+        for other, other_size in self.extents.items():
+            assert offset + rounded <= other or other + other_size <= offset
+        self.extents[offset] = rounded
 
     def longest_gap(self):
         edges = [(0, 0), *sorted(self.extents.items()), (self.CAPACITY, 0)]

@@ -59,6 +59,31 @@ def test_the_end_of_a_store_or_load_is_evicted_before_its_beginning(index):
     assert index.take_evictions() == [b"b", b"a", b"d"]
 
 
+def test_a_store_does_not_evict_what_it_finds_there(index):
+    store(index, b"a", b"b", b"c", b"d")
+    room = store(index, b"d", b"e", b"f", b"g", b"h")
+    assert (room.keys, room.rejected_keys) == ((b"e", b"f", b"g"), (b"h",))
+    assert index.take_evictions() == [b"c", b"b", b"a"]
+
+
+def test_a_store_of_smaller_objects_evicts_no_more_than_it_needs():
+    index = ObjectIndex(Arena(8 * SIZE))
+    store(index, b"a", b"b", size=4 * SIZE)
+    room = store(index, b"c", b"d")
+    assert (room.keys, index.take_evictions()) == ((b"c", b"d"), [b"b"])
+    store(index, *(b"%d" % number for number in range(3)))
+    assert index.take_evictions() == [b"a"]
+
+
+def test_a_store_of_larger_objects_evicts_until_neighbours_make_room():
+    index = ObjectIndex(Arena(8 * SIZE))
+    store(index, *(b"%d" % number for number in range(8)))
+    pins = index.pin([b"5"], [SIZE])
+    room = store(index, b"a", b"b", size=3 * SIZE)
+    assert (room.keys, room.offsets.tolist()) == ((b"a",), [SIZE])
+    index.unpin(pins)
+
+
 def test_lookups_do_not_count_as_a_use(index):
     for key in (b"a", b"b", b"c", b"d"):
         store(index, key)

@@ -9,6 +9,7 @@ neighbours joined, in O(n log n).
 """
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Final
 
 import attrs
@@ -58,19 +59,36 @@ class Arena:
         Raises:
             UsageError: The size is not positive.
         """
+        return next(iter(self.allocate_many(size_bytes, 1)), None)
+
+    def allocate_many(self, size_bytes: int, count: int) -> list[int]:
+        """Takes extents of one size, as many as there is room for.
+
+        Args:
+            size_bytes: Size of each.
+            count: How many are wanted.
+
+        Returns:
+            Their offsets, ``count`` at most.
+
+        Raises:
+            UsageError: The size is not positive.
+        """
         if size_bytes <= 0:
             raise UsageError(f"an extent of {size_bytes} bytes cannot be allocated")
         size = self.rounded(size_bytes)
-        if self._used_bytes + size > self.capacity_bytes:
-            return None
-        offset = self._take(size)
-        if offset is None and self._joinable:
-            self._join_neighbours()
-            offset = self._take(size)
-        if offset is not None:
-            self._allocated[offset] = size
-            self._used_bytes += size
-        return offset
+        wanted = min(count, (self.capacity_bytes - self._used_bytes) // size)
+        offsets: list[int] = []
+        while len(offsets) < wanted:
+            taken = self._take(size, wanted - len(offsets))
+            if not taken:
+                if not self._joinable:
+                    break
+                self._join_neighbours()
+            offsets += taken
+        self._allocated.update(dict.fromkeys(offsets, size))
+        self._used_bytes += size * len(offsets)
+        return offsets
 
     def free(self, offset: int) -> None:
         """Gives an extent back.
@@ -78,37 +96,53 @@ class Arena:
         Raises:
             UsageError: No extent begins there.
         """
-        size = self._allocated.pop(offset, None)
-        if size is None:
-            raise UsageError(f"no extent is allocated at offset {offset}")
-        self._used_bytes -= size
-        self._add_free(offset, size)
+        self.free_many((offset,))
+
+    def free_many(self, offsets: Sequence[int]) -> None:
+        """Gives extents back, which are handed out again in this order.
+
+        Raises:
+            UsageError: No extent begins at one of the offsets; those before it are free.
+        """
+        allocated, free = self._allocated, self._free
+        for offset in offsets:
+            size = allocated.pop(offset, None)
+            if size is None:
+                raise UsageError(f"no extent is allocated at offset {offset}")
+            self._used_bytes -= size
+            if size in free:
+                free[size].append(offset)
+            else:
+                free[size] = deque((offset,))
         self._joinable = True
 
     def _add_free(self, offset: int, size: int) -> None:
         self._free.setdefault(size, deque()).append(offset)
 
-    def _pop_free(self, size: int) -> int:
+    def _pop_free(self, size: int, count_max: int) -> list[int]:
         queue = self._free[size]
-        offset = queue.popleft()
-        if not queue:
-            del self._free[size]
-        return offset
+        if count_max >= len(queue):
+            return list(self._free.pop(size))
+        return [queue.popleft() for _ in range(count_max)]
 
-    def _take(self, size: int) -> int | None:
-        """Finds room: an extent of this very size, untouched space, a part of a longer extent."""
+    def _take(self, size: int, count_max: int) -> list[int]:
+        """Finds room: extents of this very size, untouched space, a part of a longer extent.
+
+        Returns what the first of these has, which may be less than is wanted.
+        """
         if size in self._free:
-            return self._pop_free(size)
-        if self._frontier + size <= self.capacity_bytes:
-            offset = self._frontier
-            self._frontier += size
-            return offset
+            return self._pop_free(size, count_max)
+        begin = self._frontier
+        untouched = min(count_max, (self.capacity_bytes - begin) // size)
+        if untouched > 0:
+            self._frontier = begin + untouched * size
+            return list(range(begin, self._frontier, size))
         longer = min((free for free in self._free if free > size), default=None)
         if longer is None:
-            return None
-        offset = self._pop_free(longer)
+            return []
+        (offset,) = self._pop_free(longer, 1)
         self._add_free(offset + size, longer - size)
-        return offset
+        return [offset]
 
     def _join_neighbours(self) -> None:
         extents = sorted((offset, size) for size, queue in self._free.items() for offset in queue)

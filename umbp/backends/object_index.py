@@ -8,7 +8,7 @@ object is in the index only from ``publish`` on; a reserved extent is nobody's t
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
 import attrs
@@ -80,30 +80,21 @@ class ObjectIndex:
     def reserve(self, keys: Sequence[bytes], object_bytes: int) -> Reservation:
         """Makes room for those keys that do not exist, evicting what was not used for longest.
 
-        Once an object finds no room, none of the later ones does: they have the same size. So a
-        store that is too long for the pool keeps its first objects, which are those that a later
-        lookup needs first.
+        What finds no room is the end of the store: its first objects are those that a later lookup
+        needs first. Those that exist already are not evicted for the others.
         """
-        positions: list[int] = []
-        offsets: list[int] = []
-        rejected: list[bytes] = []
         with self._lock:
-            for position, key in enumerate(keys):
-                if key in self._objects:
-                    continue
-                offset = None if rejected else self._allocate(object_bytes)
-                if offset is None:
-                    rejected.append(key)
-                else:
-                    positions.append(position)
-                    offsets.append(offset)
+            missing = [position for position, key in enumerate(keys) if key not in self._objects]
+            existing = () if len(missing) == len(keys) else frozenset(keys)
+            offsets = self._allocate(object_bytes, len(missing), existing)
+        positions, left_over = missing[: len(offsets)], missing[len(offsets) :]
         return Reservation(
             np.array(positions, dtype=np.int64),
             tuple(keys[position] for position in positions),
             # Ascending, so that neighbours in the job are neighbours in the pool where possible
             # and can be copied in one call.
             np.sort(np.array(offsets, dtype=np.int64)),
-            tuple(rejected),
+            tuple(keys[position] for position in left_over),
         )
 
     def publish(self, reservation: Reservation, object_bytes: int) -> None:
@@ -123,8 +114,7 @@ class ObjectIndex:
     def abandon(self, reservation: Reservation) -> None:
         """Gives back the room of a store that failed."""
         with self._lock:
-            for offset in reservation.offsets.tolist():
-                self._arena.free(offset)
+            self._arena.free_many(reservation.offsets.tolist())
 
     def pin(self, keys: Sequence[bytes], object_bytes: Sequence[int]) -> Pins:
         """Pins all objects of a load, or none; counts as a use.
@@ -176,23 +166,38 @@ class ObjectIndex:
     def clear(self) -> None:
         """Forgets every object. Called when nothing is pinned or reserved any more."""
         with self._lock:
-            for gone in self._objects.values():
-                self._arena.free(gone.offset)
+            self._arena.free_many([gone.offset for gone in self._objects.values()])
             self._objects.clear()
 
-    def _allocate(self, object_bytes: int) -> int | None:
-        offset = self._arena.allocate(object_bytes)
-        while offset is None and self._evict():
-            offset = self._arena.allocate(object_bytes)
-        return offset
+    def _allocate(self, object_bytes: int, count: int, kept: Collection[bytes]) -> list[int]:
+        """Takes extents for objects, evicting others but ``kept`` while there are too few."""
+        offsets = self._arena.allocate_many(object_bytes, count)
+        while len(offsets) < count:
+            if not self._evict((count - len(offsets)) * object_bytes, kept):
+                break
+            offsets += self._arena.allocate_many(object_bytes, count - len(offsets))
+        return offsets
 
-    def _evict(self) -> bool:
-        """Removes the least recently loaded object that nobody reads, if there is one."""
+    def _evict(self, size_bytes: int, kept: Collection[bytes]) -> bool:
+        """Removes what was not loaded for longest and nobody reads, or says that all is in use.
+
+        Args:
+            size_bytes: Stops when what was removed is as large as this.
+            kept: Keys of objects that stay.
+        """
+        victims: list[bytes] = []
+        offsets: list[int] = []
         for key, candidate in self._objects.items():
-            if candidate.reader_count == 0:
-                del self._objects[key]
-                self._arena.free(candidate.offset)
-                self._evicted_keys.append(key)
-                self._evicted_count += 1
-                return True
-        return False
+            if size_bytes <= 0:
+                break
+            if candidate.reader_count or key in kept:
+                continue
+            size_bytes -= candidate.object_bytes
+            victims.append(key)
+            offsets.append(candidate.offset)
+        for key in victims:
+            del self._objects[key]
+        self._arena.free_many(offsets)
+        self._evicted_keys.extend(victims)
+        self._evicted_count += len(victims)
+        return bool(victims)
