@@ -6,7 +6,6 @@ and is set from a test with ``Engine.set_faults``. ``install`` makes the backend
 known by an entry point, as any backend is.
 """
 
-import ctypes
 import sys
 import time
 from collections import deque
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
 
 import attrs
+import torch
 
 from umbp.backends.base import (
     BACKEND_API,
@@ -182,11 +182,20 @@ class FaultyPool:
             half = len(part.keys) // 2
             for row in layout.addresses(part.block_ids[half:]).tolist():
                 for address, size in zip(row, layout.range_bytes.tolist(), strict=True):
-                    ctypes.memset(address, _GARBAGE, size)
+                    _overwrite(self._memory, address, size)
             failed.extend(part.keys[half:])
         return JobResult(
             job.job_id, TransferOutcome.FAILED, failed_keys=tuple(failed), reason="on demand"
         )
+
+
+def _overwrite(memory: KVMemory, address: int, size: int) -> None:
+    for region in memory.regions:
+        begin = address - region.address
+        if 0 <= begin < region.size_bytes:
+            # vLLM may have allocated it in inference mode, outside of which it is not written.
+            with torch.inference_mode():
+                region.tensor[begin : begin + size].fill_(_GARBAGE)
 
 
 def _failed(job: TransferJob, *, attempted: bool) -> JobResult:

@@ -16,13 +16,15 @@ from gpu_engines import spawned_engines
 from umbp.backends.mori_library import MoriLibrary, hip_device_count, load_mori
 from umbp.errors import BackendUnavailable
 
-_FAILURE_CHARS: Final = 4000
+_FAILURE_CHARS: Final = 3000
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Shows a failure at once: time on a GPU may end before pytest's own summary comes."""
     if report.failed:
-        text = str(report.longrepr)[-_FAILURE_CHARS:]
+        text = str(report.longrepr)
+        if len(text) > 2 * _FAILURE_CHARS:
+            text = f"{text[:_FAILURE_CHARS]}\n[...]\n{text[-_FAILURE_CHARS:]}"
         sys.__stderr__.write(f"\n-- {report.nodeid} ({report.when})\n{text}\n")
         sys.__stderr__.flush()
 

@@ -29,7 +29,12 @@ _ON_A_GPU: Final[dict[str, Any]] = {
 }
 _OF_A_HYBRID: Final = {
     name: value for name, value in ALIGNED.items() if name not in ("block_size", "dtype")
-} | {"block_size": None, "num_gpu_blocks_override": 64}
+} | {
+    "block_size": None,
+    "num_gpu_blocks_override": 64,
+    # Where FlashInfer would be taken, it has to be there.
+    "additional_config": {"gdn_prefill_backend": "triton"},
+}
 _ON_TWO: Final = {
     "tensor_parallel_size": 2,
     "distributed_executor_backend": "mp",
