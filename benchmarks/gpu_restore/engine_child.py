@@ -12,6 +12,12 @@ from typing import Any, Final
 import attrs
 
 VOCABULARY: Final = 120_000
+BLOCK_TOKENS: Final = 16
+LEFT_TOKENS: Final = BLOCK_TOKENS // 2
+"""What a prompt has beyond its whole blocks, so that after a hit every engine computes as much.
+
+Some connectors also bring the last token of a prompt that ends with a block, and vLLM then takes a
+captured decode step where the prefix cache computes a block."""
 SETTLE_S: Final = 60.0
 QUIET_STEPS: Final = 5
 
@@ -36,7 +42,7 @@ class EngineShape:
     Attributes:
         model: Folder of the model; with dummy weights, since only times are compared.
         device: ``"cuda"`` or ``"cpu"``.
-        prompt_tokens: Tokens of a prompt that is stored and restored.
+        prompt_tokens: Tokens of a prompt that are stored and restored, whole blocks.
         kv_bytes: KV memory of the engine.
         tensor_parallel: Number of ranks.
     """
@@ -72,7 +78,7 @@ class MeasuredEngine:
             # Captured decode graphs without torch.compile, which would take minutes.
             keywords["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
             keywords["gpu_memory_utilization"] = 0.1
-            keywords["block_size"] = 16
+            keywords["block_size"] = BLOCK_TOKENS
             keywords["kv_cache_memory_bytes"] = shape.kv_bytes
         else:
             keywords["enforce_eager"] = True
@@ -98,7 +104,7 @@ class MeasuredEngine:
 
     def prompt(self, seed: int) -> list[int]:
         """Returns the long prompt of a seed."""
-        return prompt_of(self._shape.prompt_tokens, seed, self._vocabulary)
+        return prompt_of(self._shape.prompt_tokens + LEFT_TOKENS, seed, self._vocabulary)
 
     def answer(self, seed: int) -> tuple[float, int]:
         """Returns the seconds until a prompt's first token, and how many were not computed."""
