@@ -313,3 +313,21 @@ def test_many_threads_answer_each_job_once(bench):
     ended = {job_id for job_id, result in results.items() if result.outcome is DONE}
     assert ended == {job_id for _, job_id in bench.begun}
     assert len(bench.begun) == len(ended)
+
+
+def test_wait_returns_when_a_result_has_come_or_the_time_has_passed():
+    bench = Bench()
+    runner = bench.busy_runner()
+    runner.wait(0.01)
+    assert runner.poll() == []
+    waiting = threading.Thread(target=runner.wait, args=(PATIENCE_S,))
+    waiting.start()
+    bench.free.set()
+    waiting.join(PATIENCE_S / 2)
+    assert not waiting.is_alive()
+    runner.wait(PATIENCE_S)
+    assert [result.job_id for result in runner.poll()] == [0]
+    # What was returned is nothing to wait for any more.
+    begun_s = time.monotonic()
+    runner.wait(0.01)
+    assert time.monotonic() - begun_s >= 0.01

@@ -240,7 +240,12 @@ class WorkerSite:
 
 @runtime_checkable
 class WorkerPool(Protocol):
-    """A backend's side in a worker. All methods but ``contains`` are called by one thread."""
+    """A backend's side in a worker. All methods but ``contains`` are called by one thread.
+
+    It may also have a method ``wait(timeout_s: float) -> None``, which returns once ``poll`` has
+    something to return, or when that time has passed. Where it is missing, an idle engine asks
+    again and again, and takes the processor away from the threads that move bytes.
+    """
 
     def register(self, memory: KVMemory) -> None:
         """Makes KV memory known; called once, before any transfer.

@@ -147,6 +147,10 @@ class DistributedPool:
         """Returns the results since the last call, and which job has stalled."""
         return self._lanes.poll()
 
+    def wait(self, timeout_s: float) -> None:
+        """See ``WorkerPool``."""
+        self._lanes.wait(timeout_s)
+
     def cancel(self, job_id: int) -> None:
         """Takes a job out of the queue; one that runs ends by itself."""
         self._lanes.cancel(job_id)

@@ -83,6 +83,8 @@ class JobRunner:
     _clock: Callable[[], float] = attrs.field(default=time.monotonic, kw_only=True)
 
     _changed: threading.Condition = attrs.field(factory=threading.Condition, init=False)
+    _is_answered: threading.Event = attrs.field(factory=threading.Event, init=False)
+    """Set while ``_results`` may hold one."""
     _loads: OrderedDict[int, TransferJob] = attrs.field(factory=OrderedDict, init=False)
     _stores: OrderedDict[int, TransferJob] = attrs.field(factory=OrderedDict, init=False)
     _loads_before_store: int = attrs.field(default=0, init=False)
@@ -104,7 +106,7 @@ class JobRunner:
                 raise UsageError(f"job {job.job_id} is already running")
             refusal = self._refusal()
             if refusal is not None:
-                self._results.append(_not_attempted(job.job_id, refusal))
+                self._answer(_not_attempted(job.job_id, refusal))
                 return
             queue = self._loads if kind is TransferKind.LOAD else self._stores
             queue[job.job_id] = job
@@ -124,7 +126,12 @@ class JobRunner:
                 if not running.stalled and elapsed_s * 1000 > self._timeout_ms:
                     self._note_stall(job_id, running, elapsed_s)
             results, self._results = self._results, []
+            self._is_answered.clear()
             return results
+
+    def wait(self, timeout_s: float) -> None:
+        """Returns once ``poll`` has a result, or when that time has passed."""
+        self._is_answered.wait(timeout_s)
 
     @property
     def is_stalled(self) -> bool:
@@ -141,7 +148,7 @@ class JobRunner:
         with self._changed:
             for queue in (self._loads, self._stores):
                 if queue.pop(job_id, None) is not None:
-                    self._results.append(_not_attempted(job_id, "cancelled"))
+                    self._answer(_not_attempted(job_id, "cancelled"))
 
     def close(self, timeout_s: float) -> bool:
         """Answers waiting jobs as not attempted and ends the threads. Idempotent.
@@ -173,12 +180,18 @@ class JobRunner:
         if self._on_stall is StallPolicy.RAISE:
             raise BackendStalled(f"{reason}; its memory stays in use and the engine must stop")
         running.stalled = True
-        self._results.append(JobResult(job_id, TransferOutcome.STALLED, reason=reason))
+        self._answer(JobResult(job_id, TransferOutcome.STALLED, reason=reason))
         self._drop_waiting("another transfer has stalled")
+
+    def _answer(self, *results: JobResult) -> None:
+        """Keeps results for ``poll``. Called under the lock."""
+        self._results.extend(results)
+        if self._results:
+            self._is_answered.set()
 
     def _drop_waiting(self, reason: str) -> None:
         for queue in (self._loads, self._stores):
-            self._results.extend(_not_attempted(job_id, reason) for job_id in queue)
+            self._answer(*(_not_attempted(job_id, reason) for job_id in queue))
             queue.clear()
 
     def _refusal(self) -> str | None:
@@ -215,13 +228,13 @@ class JobRunner:
                     return
                 kind, job = self._take()
                 if self._clock() > job.deadline_s:
-                    self._results.append(_not_attempted(job.job_id, "deadline passed"))
+                    self._answer(_not_attempted(job.job_id, "deadline passed"))
                     continue
                 running = self._running[job.job_id] = _Running(kind)
             result = self._execute(running, job)
             with self._changed:
                 del self._running[job.job_id]
-                self._results.append(result)
+                self._answer(result)
 
     def _take(self) -> tuple[TransferKind, TransferJob]:
         """Chooses the next job. Called with at least one waiting."""

@@ -108,6 +108,10 @@ class MemoryPool:
         """See ``WorkerPool.poll``."""
         return self._runner.poll()
 
+    def wait(self, timeout_s: float) -> None:
+        """See ``WorkerPool``."""
+        self._runner.wait(timeout_s)
+
     def cancel(self, job_id: int) -> None:
         """See ``WorkerPool.cancel``."""
         self._runner.cancel(job_id)

@@ -137,6 +137,10 @@ class StandalonePool:
         """Returns the results since the last call, and which job has stalled."""
         return self._runner.poll()
 
+    def wait(self, timeout_s: float) -> None:
+        """See ``WorkerPool``."""
+        self._runner.wait(timeout_s)
+
     def cancel(self, job_id: int) -> None:
         """Takes a job out of the queue; one that runs ends by itself."""
         self._runner.cancel(job_id)

@@ -67,6 +67,13 @@ class TransferLanes:
         """Returns the results since the last call, each exactly once."""
         return [result for lane in self._lanes.values() for result in lane.poll()]
 
+    def wait(self, timeout_s: float) -> None:
+        """Returns once a load has a result, or when that time has passed.
+
+        Nobody waits for a store.
+        """
+        self._lanes[TransferKind.LOAD].wait(timeout_s)
+
     def cancel(self, job_id: int) -> None:
         """Takes a waiting job out of its queue; a running or unknown job is left alone."""
         for lane in self._lanes.values():

@@ -177,7 +177,9 @@ class UMBPStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """Plans the step's stores and hands all new transfers to the workers."""
-        return self.scheduler_side.step_metadata(scheduler_output)
+        metadata = self.scheduler_side.step_metadata(scheduler_output)
+        metadata.is_idle = not scheduler_output.total_num_scheduled_tokens
+        return metadata
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Takes the workers' answers."""

@@ -95,6 +95,7 @@ class StepMetadata(KVConnectorMetadata):
         stores: Transfers out of KV memory to begin after this step's forward pass.
         cancels: Jobs to end early.
         refused: Loads that vLLM counts on and that must fail at once, untried.
+        is_idle: Nothing is computed in this step.
     """
 
     epoch: int
@@ -102,6 +103,7 @@ class StepMetadata(KVConnectorMetadata):
     stores: list[TransferPlan] = attrs.field(factory=list)
     cancels: list[int] = attrs.field(factory=list)
     refused: list[TransferPlan] = attrs.field(factory=list)
+    is_idle: bool = False
 
 
 @attrs.define

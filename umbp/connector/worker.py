@@ -41,6 +41,11 @@ _GRACE_S = 1.0
 _POLL_INTERVAL_S = 0.0002
 """How often a synchronous load is looked at; a tenth of the shortest step worth the name."""
 
+_IDLE_WAIT_S = 0.001
+"""How long a step that computes nothing waits for a transfer, at most. An engine with nothing to
+compute takes one step after the other, and where it shares the interpreter with the threads that
+move bytes, it keeps them from running."""
+
 
 @attrs.define
 class _OpenJob:
@@ -112,6 +117,8 @@ class WorkerSide:
         self._failed: set[str] = set()
         self._error_blocks: set[int] = set()
         self._answers: list[RankAnswer] = []
+        self._is_idle = False
+        self._wait: Callable[[float], None] | None = getattr(pool, "wait", None)
         self._evicted: list[bytes] = []
         self.load_seconds = Samples()
         self.store_seconds = Samples()
@@ -124,6 +131,7 @@ class WorkerSide:
         self._epoch = metadata.epoch
         self._loads = list(metadata.loads)
         self._stores = list(metadata.stores)
+        self._is_idle = metadata.is_idle
         for job_id in metadata.cancels:
             self._cancel(job_id)
         for plan in metadata.refused:
@@ -161,6 +169,8 @@ class WorkerSide:
         Raises:
             BackendStalled: Memory that a native call may still write would have to be reused.
         """
+        if self._is_idle and self._jobs and self._wait is not None:
+            self._wait(_IDLE_WAIT_S)
         self._take_results()
         received, self._received = self._received, set()
         failed, self._failed = self._failed, set()

@@ -34,6 +34,7 @@ from umbp.testing.conformance_jobs import (
     check_full_queue,
     check_job_id_in_use,
     check_visible_when_complete,
+    check_wait,
 )
 from umbp.testing.conformance_lookup import LOOKUP_CHECKS
 from umbp.testing.conformance_objects import (
@@ -92,6 +93,7 @@ CHECKS: Final[tuple[Callable[..., None], ...]] = (
     check_job_id_in_use,
     check_deadline,
     check_full_queue,
+    check_wait,
     check_close_while_busy,
 )
 """Every check of a ``WorkerPool``; each takes a ``MakePool`` and, optionally, ``patience_s``."""

@@ -156,6 +156,26 @@ def check_full_queue(make: MakePool, patience_s: float = PATIENCE_S) -> None:
         rig.require_quiet()
 
 
+def check_wait(make: MakePool, patience_s: float = PATIENCE_S) -> None:
+    """``wait``, where a pool has it, returns when a load has ended, and never later than asked."""
+    with Rig(make, patience_s) as rig:
+        rig.kv.fill(BIG, 0, 1)
+        rig.store_done({b"here": 0})
+        load = rig.load({BIG: {b"here": 1}}, fence=rig.gate)
+        rig.wait_until_gated()
+        has_wait = rig.wait_in_pool(0.01)
+        opening = threading.Timer(0.05, rig.open_gate)
+        opening.start()
+        begun_s = time.monotonic()
+        rig.wait_in_pool(patience_s)
+        waited_s = time.monotonic() - begun_s
+        require(waited_s < patience_s, "wait did not return although a load had ended")
+        is_answered = rig.is_answered(load)
+        require(is_answered or not has_wait, "wait returned although no load had ended")
+        opening.join()
+        rig.finish(load)
+
+
 def check_close_while_busy(make: MakePool, patience_s: float = PATIENCE_S) -> None:
     """``close`` keeps to its limit, may be called again, and no answer is lost by it."""
     with Rig(make, patience_s) as rig:

@@ -231,6 +231,22 @@ class Rig:
             time.sleep(_PAUSE_S)
         return list(self._results.values())
 
+    def wait_in_pool(self, timeout_s: float) -> bool:
+        """Calls the pool's ``wait``; False when it has none."""
+        wait = getattr(self.pool, "wait", None)
+        if wait is None:
+            return False
+        try:
+            wait(timeout_s)
+        except BackendError as error:
+            raise ConformanceError(f"wait raised {error!r}") from error
+        return True
+
+    def is_answered(self, job_id: int) -> bool:
+        """Polls once, and says whether a job has its result."""
+        self._poll()
+        return job_id in self._results
+
     def require_quiet(self) -> None:
         """Polls some more; every job must have been answered, and nothing else may come."""
         for _ in range(20):

@@ -93,6 +93,10 @@ class WatchedPool:
         self._pool = pool
         self._calls = CallThread(patience_s)
         self._lookups = CallThread(patience_s)
+        wait = getattr(pool, "wait", None)
+        self.wait: Callable[[float], None] | None = None
+        if wait is not None:
+            self.wait = lambda timeout_s: self._calls.call(wait, timeout_s, wait_s=timeout_s)
 
     def register(self, memory: KVMemory) -> None:
         self._calls.call(self._pool.register, memory)

@@ -44,6 +44,30 @@ def test_failed_load_is_received_and_failed_and_names_hashes() -> None:
     assert side.take_error_blocks() == set()
 
 
+class WaitingPool(FakeWorkerPool):
+    """A pool that is asked to wait, and has an answer afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[float] = []
+
+    def wait(self, timeout_s: float) -> None:
+        self.waits.append(timeout_s)
+        self.end(1, TransferOutcome.DONE)
+
+
+def test_a_step_that_computes_nothing_waits_for_an_open_transfer_at_most_a_millisecond() -> None:
+    pool = WaitingPool()
+    side = WorkerSide(pool, keyspace=KEYS, rank=RANK, timeout_ms=5000)
+    step(side, StepMetadata(0, is_idle=True))
+    step(side, StepMetadata(0, loads=[plan(1)]))
+    assert pool.waits == []
+    received, _, _ = step(side, StepMetadata(0, is_idle=True))
+    assert (received, pool.waits) == ({"request-1"}, [0.001])
+    step(side, StepMetadata(0, is_idle=True))
+    assert pool.waits == [0.001]
+
+
 def test_store_is_answered_and_never_reported_as_received() -> None:
     side, pool = make_side()
     step(side, StepMetadata(0, stores=[plan(1)]))
