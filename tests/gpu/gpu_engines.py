@@ -27,6 +27,8 @@ _ON_A_GPU: Final[dict[str, Any]] = {
     "max_model_len": 2048,
     "max_num_batched_tokens": 512,
 }
+HYBRIDS: Final = ("lfm", "qwen_next")
+"""Short convolutions; gated delta nets, whose kernels take minutes to be tuned on a new machine."""
 _OF_A_HYBRID: Final = {
     name: value for name, value in ALIGNED.items() if name not in ("block_size", "dtype")
 } | {
@@ -54,12 +56,12 @@ def on_a_gpu(
 
     Args:
         backend: Name of the backend.
-        model: ``"llama_wide"`` or ``"qwen_next"``.
+        model: ``"llama_wide"``, or one of ``HYBRIDS``.
         ranks: 1 or 2.
         changes: Further fields of ``EngineSettings``; variables are added to those that all have.
     """
     arguments = dict(_ON_A_GPU)
-    if model == "qwen_next":
+    if model in HYBRIDS:
         arguments |= _OF_A_HYBRID
     if ranks == 2:
         arguments |= _ON_TWO

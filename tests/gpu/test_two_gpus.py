@@ -17,7 +17,7 @@ import pytest
 import torch
 from engine import full_blocks, prompt
 from engine_process import EngineProcess, Engines
-from gpu_engines import on_a_gpu
+from gpu_engines import HYBRIDS, on_a_gpu
 
 from umbp.backends.mori_library import MoriLibrary
 from umbp.backends.mori_server import ServerProcess, ServerSettings, wait_until_listening
@@ -86,8 +86,9 @@ def test_a_load_that_fails_on_one_rank_is_computed_once(engines: Engines, rank: 
     assert engines.release(settings) == []
 
 
-def test_two_ranks_restore_the_state_of_a_hybrid(engines: Engines) -> None:
-    settings = on_a_gpu("memory", "qwen_next", ranks=2)
+@pytest.mark.parametrize("model", HYBRIDS)
+def test_two_ranks_restore_the_state_of_a_hybrid(engines: Engines, model: str) -> None:
+    settings = on_a_gpu("memory", model, ranks=2)
     engine = engines.shared(settings)
     for token_count in (305, 1281):
         tokens = prompt(token_count, seed=703)
