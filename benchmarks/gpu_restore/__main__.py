@@ -192,10 +192,19 @@ def take_gaps(children: Sequence[Child], arrivals: int, output_tokens: int) -> A
     return gaps
 
 
+def rounded(value: Any) -> Any:
+    """Rounds seconds to microseconds, in whatever holds them."""
+    if isinstance(value, float):
+        return round(value, 6)
+    if isinstance(value, dict):
+        return {name: rounded(one) for name, one in value.items()}
+    return [rounded(one) for one in value] if isinstance(value, list) else value
+
+
 def save(path: Path | None, record: Mapping[str, Any]) -> None:
     """Writes what has been measured so far."""
     if path is not None:
-        path.write_text(json.dumps(record) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(rounded(record)) + "\n", encoding="utf-8")
 
 
 def main() -> int:
