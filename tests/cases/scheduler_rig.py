@@ -137,6 +137,17 @@ class Engine:
         config.cache_config.num_gpu_blocks = self.blocks
         return config
 
+    def kv_cache_config(self) -> KVCacheConfig:
+        spec = FullAttentionSpec(
+            block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float32
+        )
+        groups = [KVCacheGroupSpec(["layer"], spec)]
+        return KVCacheConfig(num_blocks=self.blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+
+    def kv_cache(self) -> torch.Tensor:
+        """The KV cache of the only layer."""
+        return torch.zeros((self.blocks, 1, BLOCK_TOKENS, 1), dtype=torch.int64)
+
 
 def _mix(before: int, token: int) -> int:
     return hash((before, token)) >> 1
@@ -154,13 +165,7 @@ class Rig:
 
     def __init__(self, engine: Engine) -> None:
         config = engine.vllm_config()
-        spec = FullAttentionSpec(
-            block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float32
-        )
-        groups = [KVCacheGroupSpec(["layer"], spec)]
-        kv_cache_config = KVCacheConfig(
-            num_blocks=engine.blocks, kv_cache_tensors=[], kv_cache_groups=groups
-        )
+        kv_cache_config = engine.kv_cache_config()
         hash_function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_function)
         self._hasher = get_request_block_hasher(BLOCK_TOKENS, hash_function)
@@ -177,9 +182,9 @@ class Rig:
         self.pool = HeldPool()
         self._keyspace = KeySpace(digest(self.scheduler.connector.manifest))
         (self._path,) = ConnectorConfig.from_vllm(config).socket_paths(self._keyspace)
-        shape = (engine.blocks, 1, BLOCK_TOKENS, 1)
-        self.kv = torch.zeros(shape, dtype=torch.int64)
-        self.pool.register(kv_memory({"layer": self.kv}, kv_cache_config))
+        self.kv = engine.kv_cache()
+        self._memory = kv_memory({"layer": self.kv}, kv_cache_config)
+        self.pool.register(self._memory)
         self.worker = WorkerSide(
             self.pool, keyspace=self._keyspace, rank=0, timeout_ms=int(PATIENCE_S * 1000)
         )
@@ -222,6 +227,17 @@ class Rig:
     def forget_local(self) -> None:
         """Empties vLLM's own prefix cache."""
         assert self.scheduler.reset_prefix_cache()
+
+    def sleep(self) -> None:
+        """Does what vLLM does at sleep level 1 or 2; KV memory loses its content."""
+        assert self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        self.worker.fall_asleep()
+        self.pool.unregister()
+        self.kv.fill_(-1)
+
+    def wake_up(self) -> None:
+        self.pool.register(self._memory)
+        self.worker.wake_up()
 
     # ------------------------------------------------------------ the engine
 

@@ -37,6 +37,7 @@ from umbp.connector.stats import UMBPStats
 from umbp.connector.support import (
     check_supported,
     refuse_random_hashes,
+    refuse_sleep_mode,
     sparse_groups,
     warn_of_policy,
 )
@@ -104,6 +105,7 @@ class UMBPStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Checks the configuration; returns umbp's own part of it, and the namespace's manifest."""
         check_supported(vllm_config, kv_cache_config)
         config = ConnectorConfig.from_vllm(vllm_config, self._find_backend)
+        refuse_sleep_mode(vllm_config, config.options.backend, config.backend)
         refuse_random_hashes(vllm_config, is_shared=not config.backend.pool_in_worker)
         return config, manifest(
             vllm_config, kv_cache_config, key_namespace=config.options.key_namespace
@@ -120,8 +122,8 @@ class UMBPStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """False: memory registered with a backend does not move with vLLM's KV cache."""
-        return False
+        """True: a backend that cannot follow is refused when the engine starts, by its name."""
+        return True
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -240,6 +242,16 @@ class UMBPStoreConnector(KVConnectorBase_V1, SupportsHMA):
             raise UsageError("KV caches are registered with a worker's connector object only")
         self._worker_side = self._worker_parts.register(kv_caches, self._kv_cache_config)
         self._reports = WorkerReports(self._worker_side, self._backend_name, self._hit_source)
+
+    def unregister_kv_caches(self) -> None:
+        """Gives KV memory up before vLLM puts the engine to sleep."""
+        if self._worker_parts is not None:
+            self._worker_parts.unregister()
+
+    def restore_kv_caches(self) -> None:
+        """Registers KV memory again after vLLM has woken the engine."""
+        if self._worker_parts is not None:
+            self._worker_parts.restore()
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """Takes what the scheduler's side wants of this step."""

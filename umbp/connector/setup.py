@@ -12,7 +12,9 @@ import torch
 import umbp
 from umbp.backends.base import (
     EpochSource,
+    KVMemory,
     LookupClient,
+    MovablePool,
     SchedulerSite,
     SharedBackend,
     WorkerPool,
@@ -250,6 +252,8 @@ class WorkerParts:
         self._pool = pool
         self._tell_evictions = tell_evictions
         self._server: LookupServer | None = None
+        self._memory = KVMemory((), ())
+        self._side: WorkerSide | None = None
 
     def register(self, kv_caches: Mapping[str, Any], kv_cache_config: Any) -> WorkerSide:
         """Registers KV memory, and begins to answer lookups where the pool is in the worker.
@@ -257,7 +261,7 @@ class WorkerParts:
         Raises:
             ConfigError: The KV memory cannot be addressed, or another engine serves the lookups.
         """
-        memory = kv_memory(kv_caches, kv_cache_config)
+        self._memory = memory = kv_memory(kv_caches, kv_cache_config)
         self._pool.register(memory)
         if self._config.backend.pool_in_worker:
             self._server = LookupServer(
@@ -266,7 +270,7 @@ class WorkerParts:
                 rank=self._rank,
                 path=self._config.socket_paths(self._keyspace)[self._rank],
             )
-        return WorkerSide(
+        self._side = WorkerSide(
             self._pool,
             keyspace=self._keyspace,
             rank=self._rank,
@@ -275,6 +279,27 @@ class WorkerParts:
             shared_epoch=_open_epoch(self._config),
             tell_evictions=self._tell_evictions,
         )
+        return self._side
+
+    def unregister(self) -> None:
+        """Gives KV memory up before vLLM unmaps it. Idempotent.
+
+        Raises:
+            BackendStalled: A transfer does not end.
+        """
+        if self._side is not None and not self._side.is_asleep:
+            self._side.fall_asleep()
+            cast(MovablePool, self._pool).unregister()
+
+    def restore(self) -> None:
+        """Registers KV memory that vLLM has mapped again. Idempotent.
+
+        Raises:
+            BackendError: The memory cannot be used.
+        """
+        if self._side is not None and self._side.is_asleep:
+            self._pool.register(self._memory)
+            self._side.wake_up()
 
     def close(self, timeout_s: float) -> None:
         """Ends lookups first, so that nobody asks a pool that is going."""
