@@ -97,6 +97,7 @@ class Engine:
         step_tokens: Most tokens of a step.
         role: Its ``kv_role``.
         asynchronous: Schedule a step before the result of the one before is known.
+        counts: Whether vLLM counts what it does.
         options: Options of the connector.
     """
 
@@ -105,6 +106,7 @@ class Engine:
     step_tokens: int = 64
     role: str = "kv_both"
     asynchronous: bool = False
+    counts: bool = False
     options: dict[str, Any] = attrs.field(factory=dict)
 
     def vllm_config(self) -> VllmConfig:
@@ -176,7 +178,7 @@ class Rig:
             structured_output_manager=StructuredOutputManager(config),
             block_size=BLOCK_TOKENS,
             hash_block_size=BLOCK_TOKENS,
-            log_stats=False,
+            log_stats=engine.counts,
         )
         self.side = self.scheduler.connector.scheduler_side
         self.pool = HeldPool()
