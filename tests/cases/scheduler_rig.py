@@ -21,6 +21,7 @@ from vllm.config import (
     DeviceConfig,
     KVTransferConfig,
     ModelConfig,
+    ObservabilityConfig,
     ParallelConfig,
     SchedulerConfig,
     VllmConfig,
@@ -98,6 +99,7 @@ class Engine:
         role: Its ``kv_role``.
         asynchronous: Schedule a step before the result of the one before is known.
         counts: Whether vLLM counts what it does.
+        traces: Where vLLM sends traces, an OTLP endpoint; None: nowhere.
         options: Options of the connector.
     """
 
@@ -107,6 +109,7 @@ class Engine:
     role: str = "kv_both"
     asynchronous: bool = False
     counts: bool = False
+    traces: str | None = None
     options: dict[str, Any] = attrs.field(factory=dict)
 
     def vllm_config(self) -> VllmConfig:
@@ -123,6 +126,7 @@ class Engine:
             ),
             parallel_config=ParallelConfig(),
             device_config=DeviceConfig("cpu"),
+            observability_config=ObservabilityConfig(otlp_traces_endpoint=self.traces),
             kv_transfer_config=KVTransferConfig(
                 kv_connector="UMBPStoreConnector",
                 kv_connector_module_path="umbp.connector",
@@ -199,7 +203,7 @@ class Rig:
 
     def add(
         self, name: str, tokens: Sequence[int], *, outputs: int = 1, salt: str | None = None,
-        **sampling: Any,
+        headers: dict[str, str] | None = None, **sampling: Any,
     ) -> Request:  # fmt: skip
         """Adds a request that generates so many tokens."""
         parameters = SamplingParams(
@@ -211,6 +215,7 @@ class Rig:
             sampling_params=parameters,
             pooling_params=None,
             cache_salt=salt,
+            trace_headers=headers,
             block_hasher=self._hasher,
         )
         self.scheduler.add_request(request)

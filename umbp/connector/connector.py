@@ -44,6 +44,7 @@ from umbp.connector.support import (
 from umbp.connector.worker import WorkerSide
 from umbp.errors import UsageError
 from umbp.keys import KeySpace
+from umbp.trace.spans import SpanLog, SpannedCore
 
 if TYPE_CHECKING:
     import torch
@@ -52,6 +53,9 @@ logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 5.0
 """How long a worker's shutdown may wait for transfers that are running."""
+
+_SPANS_TIMEOUT_S = 2.0
+"""How long shutdown may wait for spans to leave."""
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -81,6 +85,7 @@ class UMBPStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._cache_hit_source = CacheHitSource(self._hit_source) if CacheHitSource else None
         self._reports: SchedulerReports | WorkerReports | None = None
         self._kv_events: KVEvents | None = None
+        self._spans: SpanLog | None = None
         self._scheduler_side: SchedulerSide | None = None
         self._worker_parts: WorkerParts | None = None
         self._worker_side: WorkerSide | None = None
@@ -89,6 +94,8 @@ class UMBPStoreConnector(KVConnectorBase_V1, SupportsHMA):
             warn_of_policy(vllm_config)
             write_manifest(config, keyspace, self.manifest)
             self._scheduler_side = self._open_scheduler_side(config, keyspace)
+            core = self._scheduler_side.core
+            self._spans = core.spans if isinstance(core, SpannedCore) else None
             logger.info(
                 "umbp offloads to %r, namespace %s",
                 config.options.backend,
@@ -188,6 +195,8 @@ class UMBPStoreConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = connector_output.kv_connector_worker_meta
         if not isinstance(metadata, WorkerMetadata):
             return
+        if self._spans is not None:
+            self._spans.note_answers(metadata.answers)
         if self._kv_events is None:
             self.scheduler_side.take_worker_answers(metadata)
             return
@@ -314,5 +323,7 @@ class UMBPStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Ends transfers and lookups and gives memory back, in bounded time."""
         if self._scheduler_side is not None:
             self._scheduler_side.close()
+        if self._spans is not None:
+            self._spans.close(_SPANS_TIMEOUT_S)
         if self._worker_parts is not None:
             self._worker_parts.close(_CLOSE_TIMEOUT_S)

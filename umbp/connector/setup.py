@@ -29,16 +29,15 @@ from umbp.connector.lookup_log import LookupLog
 from umbp.connector.report_files import BoundedLines, open_directory, write_whole
 from umbp.connector.scheduler import SchedulerSide
 from umbp.connector.support import why_load_async
+from umbp.connector.tracing import core_maker
 from umbp.connector.worker import WorkerSide
 from umbp.fsm import Core, CoreLimits
 from umbp.keys import KeySpace
-from umbp.trace.recorder import TracedCore, TraceFile
 
 logger = logging.getLogger(__name__)
 
 MANIFEST_SUFFIX: Final = ".manifest.json"
 LOOKUPS_SUFFIX: Final = ".lookups.jsonl"
-TRACE_SUFFIX: Final = ".trace.jsonl"
 
 
 def open_scheduler_side(  # noqa: PLR0913 - keyword-only
@@ -85,7 +84,7 @@ def open_scheduler_side(  # noqa: PLR0913 - keyword-only
         lookups = (open_lookup or _open_lookup)(config, keyspace)
     shared_epoch = _open_epoch(config)
     return SchedulerSide(
-        (make_core or _core_maker(config, keyspace))(
+        (make_core or core_maker(config, keyspace, vllm_config))(
             limits, shared_epoch.current() if shared_epoch is not None else 0
         ),
         lookups,
@@ -98,20 +97,6 @@ def open_scheduler_side(  # noqa: PLR0913 - keyword-only
         strict=strict,
         clock=clock,
     )
-
-
-def _core_maker(config: ConnectorConfig, keyspace: KeySpace) -> Callable[[CoreLimits, int], Core]:
-    """Returns what makes the core, under trace if that is wanted."""
-    path, bytes_max = config.report_path(keyspace, TRACE_SUFFIX), config.options.trace_bytes
-    if path is None or not bytes_max:
-        return Core
-
-    def make_core(limits: CoreLimits, epoch: int) -> Core:
-        core = TracedCore(limits, epoch)
-        core.trace_to(TraceFile(path, bytes_max))
-        return core
-
-    return make_core
 
 
 def _lookup_log(config: ConnectorConfig, keyspace: KeySpace) -> LookupLog | None:
