@@ -22,6 +22,8 @@ def test_store_and_restore_of_a_request_are_spans_of_its_trace(
 ) -> None:
     monkeypatch.setattr(trace, "_TRACER_PROVIDER", None)
     monkeypatch.delenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", raising=False)
+    # A batch leaves when it is told to, not by its own clock.
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "1000000")
     with grpc_receiver() as receiver:
         rig = make_rig(traces=receiver.endpoint)
         rig.serve("cold", PROMPT, headers=HEADERS)

@@ -34,6 +34,8 @@ def no_provider(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace, "_TRACER_PROVIDER", None)
     for name in ("OTEL_PYTHON_TRACER_PROVIDER", "OTEL_TRACES_SAMPLER", "OTEL_SDK_DISABLED"):
         monkeypatch.delenv(name, raising=False)
+    # A batch leaves when it is told to, not by its own clock.
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "1000000")
 
 
 @pytest.fixture(params=["grpc", "http/protobuf"])
@@ -144,12 +146,22 @@ def test_whoever_puts_a_lifecycle_waits_for_nobody(caplog: pytest.LogCaptureFixt
         spans = opened("http://127.0.0.1:9", queue_limit=4)
         spans.put(lifecycle(SAMPLED))
         assert entered.wait(PATIENCE_S)
+        into_queue = spans._queue.put
+
+        def put(item: Any, block: bool = True, timeout: float | None = None) -> None:
+            assert not block
+            into_queue(item, block, timeout)
+
+        patched.setattr(spans._queue, "put", put)
         for _ in range(10):
             spans.put(lifecycle(SAMPLED))
         assert spans.dropped == 6
+        patched.setattr(spans._queue, "put", into_queue)
         spans.close(0.01)
         release.set()
-    assert [record.getMessage() for record in caplog.records] == ["spans are lost: Full: "]
+    assert [record.getMessage() for record in caplog.records] == [
+        "spans are lost: 4 requests wait already"
+    ]
 
 
 def test_a_receiver_that_is_gone_ends_neither_the_thread_nor_the_caller(
@@ -183,6 +195,7 @@ def test_a_library_that_raises_costs_spans_and_nothing_else(
         thread.join(PATIENCE_S)
         for _ in range(5):
             spans.put(lifecycle(SAMPLED))
+        assert spans._queue.qsize() == 1, "nobody takes what is put after the thread's end"
         spans.close(PATIENCE_S)
     assert [record.getMessage() for record in caplog.records] == [
         "spans are lost: ValueError: no such sampler"
@@ -209,8 +222,8 @@ def test_a_closed_way_out_takes_nothing_and_closes_again() -> None:
     spans = opened("http://127.0.0.1:9")
     spans.close(PATIENCE_S)
     spans.put(lifecycle())
-    spans.close(PATIENCE_S)
     assert spans._thread is None
+    spans.close(PATIENCE_S)
 
 
 def test_nothing_of_opentelemetry_is_imported_before_a_lifecycle_is_to_be_sent() -> None:

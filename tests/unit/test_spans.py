@@ -246,7 +246,12 @@ def test_nothing_is_kept_of_what_is_done_or_was_refused() -> None:
     for index in range(3):
         ask(core, float(index), found=0)
         core.step(ComputeAdmitted("a", 0), index + 0.5)
+        (command,) = core.step(BlocksFilled("a", 0, 32, PARTS), index + 0.5)
+        store: int = command.lease.job_id  # type: ignore[union-attr]
+        core.step(LeaseSent(store), index + 0.5)
         core.step(RequestFinished("a"), index + 0.75)
+        for rank in (0, 1):
+            answer(core, RankSucceeded(store, rank), index + 0.8)
     core.spans.note_answers([Answer(77, 0)])
     assert len(kept.lifecycles) == 3
     assert (core.spans._lifecycles, core.spans._transfers, core.spans._answers) == ({}, {}, {})

@@ -79,10 +79,14 @@ class OtelSpans:
                 self._thread = threading.Thread(target=self._work, name="umbp-spans", daemon=True)
                 self._thread.start()
             self._queue.put_nowait(lifecycle)
-        except (queue.Full, RuntimeError) as error:
-            # RuntimeError: the system has no thread to give.
+        except queue.Full:
             self.dropped += 1
-            self._warn(error)
+            self._warn(f"{self._queue.maxsize} requests wait already")
+        except RuntimeError as error:
+            # The system has no thread to give; the next lifecycle tries again.
+            self._thread = None
+            self.dropped += 1
+            self._warn(_one_line(error))
 
     def close(self, timeout_s: float) -> None:
         """Sends what waits, for at most ``timeout_s``. Idempotent."""
@@ -103,23 +107,23 @@ class OtelSpans:
             provider, tracer = open_tracer(self._endpoint)
         except Exception as error:  # Of a library that reads much of its environment.
             self._is_closed = True
-            self._warn(error)
+            self._warn(_one_line(error))
             return
         while (lifecycle := self._queue.get()) is not None:
             try:
                 send(tracer, lifecycle, self._offset_s())
             except Exception as error:  # A sampler or processor of somebody else's.
                 self.dropped += 1
-                self._warn(error)
+                self._warn(_one_line(error))
         try:
             provider.force_flush()
         except Exception as error:  # An exporter of somebody else's.
-            self._warn(error)
+            self._warn(_one_line(error))
 
-    def _warn(self, error: Exception) -> None:
+    def _warn(self, why: str) -> None:
         if not self._has_warned:
             self._has_warned = True
-            logger.warning("spans are lost: %s: %s", type(error).__name__, error)
+            logger.warning("spans are lost: %s", why)
 
 
 def open_tracer(endpoint: str) -> "tuple[Any, Tracer]":
@@ -192,6 +196,10 @@ def _start(tracer: "Tracer", span: Span, context: Any, offset_s: float) -> Any:
     if span.error:
         started.set_status(Status(StatusCode.ERROR, span.error))
     return started
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _nanoseconds(at_s: float, offset_s: float) -> int:

@@ -6,7 +6,7 @@ as plain values until the request is done, and then handed on as one. An engine 
 an ordinary ``Core`` and pays nothing.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, Protocol, TypeAlias
 
 import attrs
@@ -22,19 +22,24 @@ SPANS_MAX: Final = 128
 NOTES_MAX: Final = 32
 """Of one span."""
 
-_NOTED: Final = (
-    events.LookupAsked,
-    events.LookupSkipped,
-    events.LookupAnswered,
-    events.LookupExpired,
-    events.ComputeAdmitted,
-    events.EpochRaised,
-    events.LoadExpired,
-    events.StoreExpired,
-    events.LeaseSent,
-    events.LeaseExpired,
-)
-"""Events that are worth a note in the span that they do not end."""
+
+def _nothing(_: Any) -> Facts:
+    return {}
+
+
+_NOTED: Final[dict[type[Any], Callable[[Any], Facts]]] = {
+    events.LookupAsked: lambda event: {"umbp.local_tokens": event.local_tokens},
+    events.LookupSkipped: lambda event: {"umbp.local_tokens": event.local_tokens},
+    events.LookupAnswered: lambda event: {"umbp.hit_end_tokens": event.hit_end_tokens},
+    events.LookupExpired: _nothing,
+    events.ComputeAdmitted: lambda event: {"umbp.computed_tokens": event.computed_tokens},
+    events.EpochRaised: _nothing,
+    events.LoadExpired: _nothing,
+    events.StoreExpired: _nothing,
+    events.LeaseSent: _nothing,
+    events.LeaseExpired: _nothing,
+}
+"""Events that are worth a note in the span that they do not end, and what is noted of each."""
 
 
 @attrs.frozen(eq=False)
@@ -168,8 +173,9 @@ class SpanLog:
             span.note("RankStalled" if answer.stalled else "RankAnswered", now_s, note)
             if not answer.succeeded:
                 span.error = span.error or answer.reason or "failed"
-        if isinstance(event, _NOTED):
-            span.note(type(event).__name__, now_s, {})
+        facts_of = _NOTED.get(type(event))
+        if facts_of is not None:
+            span.note(type(event).__name__, now_s, facts_of(event))
         if lease.state is not LeaseState.RELEASED:
             return
         del self._transfers[lease.job_id]
@@ -192,8 +198,9 @@ class SpanLog:
             lifecycle = self._lifecycles[request] = self._begin(request, now_s)
         elif request.state is not source:
             self._enter(lifecycle, request, event, now_s)
-        if isinstance(event, _NOTED):
-            lifecycle.state.note(type(event).__name__, now_s, _facts_of(event))
+        facts_of = _NOTED.get(type(event))
+        if facts_of is not None:
+            lifecycle.state.note(type(event).__name__, now_s, facts_of(event))
         if request.state is RequestState.FINISHED:
             del self._lifecycles[request]
             self._finish(lifecycle, request, now_s)
@@ -256,16 +263,6 @@ class SpannedCore(TracedCore):
 
 def _state_span(request: RequestContext, life: int, now_s: float) -> Span:
     return Span(f"umbp.{request.state.value}", now_s, now_s, {"umbp.life": life})
-
-
-def _facts_of(event: Any) -> Facts:
-    if isinstance(event, events.LookupAnswered):
-        return {"umbp.hit_end_tokens": event.hit_end_tokens}
-    if isinstance(event, events.LookupAsked):
-        return {"umbp.local_tokens": event.local_tokens}
-    if isinstance(event, events.ComputeAdmitted):
-        return {"umbp.computed_tokens": event.computed_tokens}
-    return {}
 
 
 def _outcome(lease: TransferLease) -> str:
