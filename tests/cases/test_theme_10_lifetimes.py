@@ -173,7 +173,7 @@ def test_case_10_4_sleep_mode_is_refused_where_memory_would_not_follow(
 ) -> None:
     assert UMBPStoreConnector.supports_sleep_mode(None)
     config = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=True))
-    memory, other = find_backend("memory"), find_backend("embedded")
+    memory, other = find_backend("memory"), find_backend("standalone")
     monkeypatch.delattr(KVConnectorBase_V1, "unregister_kv_caches", raising=False)
     with pytest.raises(ConfigError, match=r"enable_sleep_mode is set.*--enable-sleep-mode"):
         refuse_sleep_mode(config, "memory", memory)
@@ -181,10 +181,10 @@ def test_case_10_4_sleep_mode_is_refused_where_memory_would_not_follow(
         KVConnectorBase_V1, "unregister_kv_caches", lambda self: None, raising=False
     )
     refuse_sleep_mode(config, "memory", memory)
-    with pytest.raises(ConfigError, match=r"backend 'embedded'.*--enable-sleep-mode"):
-        refuse_sleep_mode(config, "embedded", other)
+    with pytest.raises(ConfigError, match=r"backend 'standalone'.*--enable-sleep-mode"):
+        refuse_sleep_mode(config, "standalone", other)
     config.model_config.enable_sleep_mode = False
-    refuse_sleep_mode(config, "embedded", other)
+    refuse_sleep_mode(config, "standalone", other)
 
 
 HOLDER = """

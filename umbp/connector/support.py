@@ -87,7 +87,7 @@ def refuse_sleep_mode(vllm_config: Any, backend_name: str, backend: Any) -> None
         raise ConfigError(
             f"enable_sleep_mode is set, and memory registered with backend {backend_name!r} does "
             "not follow when vLLM unmaps it; start without --enable-sleep-mode, or set option "
-            'backend to "memory"'
+            'backend to "memory" or "embedded"'
         )
 
 
