@@ -64,6 +64,10 @@ class HeldPool:
         self._memory = memory
         self._inner.register(memory)
 
+    def unregister(self) -> None:
+        assert isinstance(self._inner, MemoryPool)
+        self._inner.unregister()
+
     def contains(self, keys: Sequence[bytes]) -> Sequence[bool]:
         return [True] * len(keys) if self.claims_all else self._inner.contains(keys)
 

@@ -21,6 +21,7 @@ from vllm.config import (
     DeviceConfig,
     KVTransferConfig,
     ModelConfig,
+    ObservabilityConfig,
     ParallelConfig,
     SchedulerConfig,
     VllmConfig,
@@ -97,6 +98,8 @@ class Engine:
         step_tokens: Most tokens of a step.
         role: Its ``kv_role``.
         asynchronous: Schedule a step before the result of the one before is known.
+        counts: Whether vLLM counts what it does.
+        traces: Where vLLM sends traces, an OTLP endpoint; None: nowhere.
         options: Options of the connector.
     """
 
@@ -105,6 +108,8 @@ class Engine:
     step_tokens: int = 64
     role: str = "kv_both"
     asynchronous: bool = False
+    counts: bool = False
+    traces: str | None = None
     options: dict[str, Any] = attrs.field(factory=dict)
 
     def vllm_config(self) -> VllmConfig:
@@ -121,6 +126,7 @@ class Engine:
             ),
             parallel_config=ParallelConfig(),
             device_config=DeviceConfig("cpu"),
+            observability_config=ObservabilityConfig(otlp_traces_endpoint=self.traces),
             kv_transfer_config=KVTransferConfig(
                 kv_connector="UMBPStoreConnector",
                 kv_connector_module_path="umbp.connector",
@@ -136,6 +142,17 @@ class Engine:
         )
         config.cache_config.num_gpu_blocks = self.blocks
         return config
+
+    def kv_cache_config(self) -> KVCacheConfig:
+        spec = FullAttentionSpec(
+            block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float32
+        )
+        groups = [KVCacheGroupSpec(["layer"], spec)]
+        return KVCacheConfig(num_blocks=self.blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+
+    def kv_cache(self) -> torch.Tensor:
+        """The KV cache of the only layer."""
+        return torch.zeros((self.blocks, 1, BLOCK_TOKENS, 1), dtype=torch.int64)
 
 
 def _mix(before: int, token: int) -> int:
@@ -154,13 +171,7 @@ class Rig:
 
     def __init__(self, engine: Engine) -> None:
         config = engine.vllm_config()
-        spec = FullAttentionSpec(
-            block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float32
-        )
-        groups = [KVCacheGroupSpec(["layer"], spec)]
-        kv_cache_config = KVCacheConfig(
-            num_blocks=engine.blocks, kv_cache_tensors=[], kv_cache_groups=groups
-        )
+        kv_cache_config = engine.kv_cache_config()
         hash_function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_function)
         self._hasher = get_request_block_hasher(BLOCK_TOKENS, hash_function)
@@ -171,15 +182,15 @@ class Rig:
             structured_output_manager=StructuredOutputManager(config),
             block_size=BLOCK_TOKENS,
             hash_block_size=BLOCK_TOKENS,
-            log_stats=False,
+            log_stats=engine.counts,
         )
         self.side = self.scheduler.connector.scheduler_side
         self.pool = HeldPool()
         self._keyspace = KeySpace(digest(self.scheduler.connector.manifest))
         (self._path,) = ConnectorConfig.from_vllm(config).socket_paths(self._keyspace)
-        shape = (engine.blocks, 1, BLOCK_TOKENS, 1)
-        self.kv = torch.zeros(shape, dtype=torch.int64)
-        self.pool.register(kv_memory({"layer": self.kv}, kv_cache_config))
+        self.kv = engine.kv_cache()
+        self._memory = kv_memory({"layer": self.kv}, kv_cache_config)
+        self.pool.register(self._memory)
         self.worker = WorkerSide(
             self.pool, keyspace=self._keyspace, rank=0, timeout_ms=int(PATIENCE_S * 1000)
         )
@@ -192,7 +203,7 @@ class Rig:
 
     def add(
         self, name: str, tokens: Sequence[int], *, outputs: int = 1, salt: str | None = None,
-        **sampling: Any,
+        headers: dict[str, str] | None = None, **sampling: Any,
     ) -> Request:  # fmt: skip
         """Adds a request that generates so many tokens."""
         parameters = SamplingParams(
@@ -204,6 +215,7 @@ class Rig:
             sampling_params=parameters,
             pooling_params=None,
             cache_salt=salt,
+            trace_headers=headers,
             block_hasher=self._hasher,
         )
         self.scheduler.add_request(request)
@@ -222,6 +234,17 @@ class Rig:
     def forget_local(self) -> None:
         """Empties vLLM's own prefix cache."""
         assert self.scheduler.reset_prefix_cache()
+
+    def sleep(self) -> None:
+        """Does what vLLM does at sleep level 1 or 2; KV memory loses its content."""
+        assert self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        self.worker.fall_asleep()
+        self.pool.unregister()
+        self.kv.fill_(-1)
+
+    def wake_up(self) -> None:
+        self.pool.register(self._memory)
+        self.worker.wake_up()
 
     # ------------------------------------------------------------ the engine
 

@@ -23,7 +23,6 @@ def engine_of(parallel: object, **options: object) -> object:
     return types.SimpleNamespace(
         parallel_config=parallel,
         kv_transfer_config=types.SimpleNamespace(kv_connector_extra_config=options),
-        model_config=types.SimpleNamespace(enable_sleep_mode=False),
         cache_config=types.SimpleNamespace(enable_prefix_caching=True),
     )
 

@@ -8,18 +8,19 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import scheduler_rig
 from connector.bench import Bench
 from connector.fakes import FakeRequest, step_output
-from connector.group_bench import config_of, full
 from connector.worker_bench import KEYS, make_side, plan, step
-from scheduler_rig import MakeRig
-from vllm.config import ParallelConfig
+from scheduler_rig import Engine, MakeRig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
 from umbp.backends.host_buffer import open_buffer
+from umbp.backends.registry import find_backend
 from umbp.backends.socket_path import SocketClaim, claim, socket_path
 from umbp.connector.connector import UMBPStoreConnector
 from umbp.connector.metadata import StepMetadata, TransferPlan
-from umbp.connector.support import check_supported
+from umbp.connector.support import refuse_sleep_mode
 from umbp.errors import ConfigError
 
 PROMPT = list(range(100, 150))
@@ -115,15 +116,75 @@ def test_case_10_2_engine_that_is_reset_under_load_restores_nothing_of_before(
     rig.check_at_rest()
 
 
-def test_case_10_4_sleep_mode_is_refused() -> None:
-    assert UMBPStoreConnector.supports_sleep_mode(None) is False
-    config = SimpleNamespace(
-        parallel_config=ParallelConfig(),
-        model_config=SimpleNamespace(enable_sleep_mode=True),
-        cache_config=SimpleNamespace(enable_prefix_caching=True),
+def test_case_10_4_what_was_stored_before_a_sleep_is_not_found_after_it(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_rig()
+    cold = rig.serve("a", PROMPT, outputs=3)
+    stored = rig.side.counters()["tokens_stored"]
+    assert stored > 0
+    rig.sleep()
+    # The engine wakes with other weights: KV of before would be wrong.
+    monkeypatch.setattr(scheduler_rig, "_mix", lambda before, token: hash((token, before)) >> 2)
+    rig.wake_up()
+    assert rig.serve("b", PROMPT, outputs=3) != cold
+    assert rig.side.counters()["tokens_restored"] == 0
+    rig.forget_local()
+    rig.serve("c", PROMPT, outputs=3)
+    assert rig.side.counters()["tokens_restored"] > 0
+    rig.check_at_rest()
+
+
+def test_case_10_4_request_that_was_kept_through_a_sleep_ends_right(make_rig: MakeRig) -> None:
+    cold = make_rig().serve("a", PROMPT, outputs=6)
+    rig = make_rig()
+    kept = rig.add("a", PROMPT, outputs=6)
+    while rig.side.has_open_transfers() or not kept.output_token_ids:
+        rig.step()
+    rig.sleep()
+    rig.wake_up()
+    rig.run()
+    assert list(kept.output_token_ids) == cold
+    rig.check_at_rest()
+
+
+def test_case_10_4_worker_gives_memory_up_and_takes_it_again(rig_folder: Path) -> None:
+    engine = Engine(rig_folder, options={"lookup_instance": "sleeper"})
+    connector = UMBPStoreConnector(
+        engine.vllm_config(), KVConnectorRole.WORKER, engine.kv_cache_config()
     )
+    try:
+        # Nothing is registered yet.
+        connector.unregister_kv_caches()
+        connector.restore_kv_caches()
+        connector.register_kv_caches({"layer": engine.kv_cache()})
+        for _ in range(2):
+            connector.unregister_kv_caches()
+            assert connector.worker_side.is_asleep
+        for _ in range(2):
+            connector.restore_kv_caches()
+            assert not connector.worker_side.is_asleep
+    finally:
+        connector.shutdown()
+
+
+def test_case_10_4_sleep_mode_is_refused_where_memory_would_not_follow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert UMBPStoreConnector.supports_sleep_mode(None)
+    config = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=True))
+    memory, other = find_backend("memory"), find_backend("standalone")
+    monkeypatch.delattr(KVConnectorBase_V1, "unregister_kv_caches", raising=False)
     with pytest.raises(ConfigError, match=r"enable_sleep_mode is set.*--enable-sleep-mode"):
-        check_supported(config, config_of(full()))
+        refuse_sleep_mode(config, "memory", memory)
+    monkeypatch.setattr(
+        KVConnectorBase_V1, "unregister_kv_caches", lambda self: None, raising=False
+    )
+    refuse_sleep_mode(config, "memory", memory)
+    with pytest.raises(ConfigError, match=r"backend 'standalone'.*--enable-sleep-mode"):
+        refuse_sleep_mode(config, "standalone", other)
+    config.model_config.enable_sleep_mode = False
+    refuse_sleep_mode(config, "standalone", other)
 
 
 HOLDER = """

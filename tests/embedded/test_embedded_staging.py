@@ -20,7 +20,12 @@ from umbp.testing.kv_memory import GroupShape, KVShape
 
 pytestmark = pytest.mark.mori
 
-CHOSEN = ("check_partial_load", "check_many_threads", "check_close_while_busy")
+CHOSEN = (
+    "check_partial_load",
+    "check_memory_moves",
+    "check_many_threads",
+    "check_close_while_busy",
+)
 """Those that move the most, or end in the middle."""
 
 

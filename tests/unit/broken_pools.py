@@ -408,3 +408,26 @@ class TakesAnId(Broken):
     def store(self, job):
         with contextlib.suppress(UsageError):
             super().store(job)
+
+
+class LosesObjects(Broken):
+    def unregister(self):
+        super().unregister()
+        self._index.clear()
+
+
+class KeepsOldMemory(Broken):
+    memory = None
+
+    def register(self, memory):
+        self.memory = self.memory or memory
+        super().register(self.memory)
+
+
+class GoesOnWithoutMemory(Broken):
+    def unregister(self):
+        pass
+
+    def register(self, memory):
+        self._copier = None
+        super().register(memory)

@@ -156,3 +156,30 @@ def test_what_grows_faster_than_the_prompt_is_seen(
     monkeypatch.setattr(planning, "measure", lambda: timings(18.1))
     assert planning.main() == 1
     assert "one group, hit costs 18.1 times as much" in capsys.readouterr().err
+
+
+@pytest.fixture
+def spans(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("spans")
+
+
+def test_what_is_sent_is_a_whole_lifecycle(spans: ModuleType) -> None:
+    core, last = spans.spanned()
+    spans.lifecycles(core)(3)
+    assert [span.name for span in last.lifecycle.spans] == [
+        "umbp.lookup", "umbp.load", "umbp.loading", "umbp.running", "umbp.store", "umbp.storing",
+    ]  # fmt: skip
+    spans.sending()(2)
+
+
+def test_the_bound_of_spans_can_be_broken(
+    spans: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    times_us = dict.fromkeys((spans.OFF, spans.AGAIN, spans.CHECKED, spans.SENT), 10.0)
+    monkeypatch.setattr(sys, "argv", ["spans.py", "--check"])
+    for noted_us, status in ((59.0, 0), (60.0, 1)):
+        timings = {n: spans.Timing([[t]]) for n, t in {**times_us, spans.NOTED: noted_us}.items()}
+        monkeypatch.setattr(spans, "time_operations", lambda _, found=timings: found)
+        assert spans.main() == status
+    assert "bound: lifecycle, spans noted: 6.00x" in capsys.readouterr().err

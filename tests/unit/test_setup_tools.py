@@ -298,7 +298,7 @@ def test_the_reason_names_what_is_missing(host: Host, minors: tuple[int, ...], w
 
 
 def test_every_file_of_pins_exists_and_pins() -> None:
-    for name in ("torch", "vllm-0.31", "vllm-0.32", "mori", "model", "dev"):
+    for name in ("torch", "vllm-0.31", "vllm-0.32", "vllm-next", "mori", "model", "dev"):
         text = (layout.REQUIREMENTS / f"{name}.txt").read_text(encoding="utf-8")
         assert "==" in text, name
         assert "#" in text, f"{name} gives no reason"

@@ -14,6 +14,7 @@ ENVS = ROOT / ".envs"
 LOGS = ENVS / "logs"
 LOCK = ENVS / "setup.lock"
 PROFILES = ENVS / "profiles.json"
+NEXT_VLLM = ENVS / "vllm-next"
 
 NATIVE = ENVS / "native"
 HIP_HOST_LIBRARIES = NATIVE / "lib"

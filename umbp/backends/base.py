@@ -405,6 +405,18 @@ class EpochSource(Protocol):
         """
 
 
+@runtime_checkable
+class MovablePool(WorkerPool, Protocol):
+    """The pool of a backend with ``follows_sleep_mode``: it can do without KV memory."""
+
+    def unregister(self) -> None:
+        """Lets go of KV memory; called while no job is open.
+
+        Objects stay and are found. Then comes ``register`` with memory of the same layout, perhaps
+        elsewhere, or ``close``.
+        """
+
+
 class Backend(Protocol):
     """What the entry point names. Stateless; its ``open`` methods do the work.
 
@@ -413,6 +425,9 @@ class Backend(Protocol):
 
     A backend whose lookups may list objects that are gone may say, as a class attribute
     ``load_failure_quarantine_ms: int``, what that option is where the user does not.
+
+    A backend whose pools are ``MovablePool`` says so by a class attribute ``follows_sleep_mode =
+    True``; an engine with vLLM's sleep mode is refused without it.
 
     A backend that needs a library may also have a class method ``check_available() -> None``, which
     raises ``BackendUnavailable`` when it cannot be used here. Tools ask it before an engine starts.

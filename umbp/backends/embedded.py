@@ -117,8 +117,9 @@ class _Opened:
     client: MoriClient
     plan: PoolPlan
     columns: dict[int, GroupColumns]
-    transfers: Transfers
-    memory: KVMemory
+    transfers: Transfers | None
+    """None while there is no KV memory."""
+    memory: KVMemory | None
     """Held so that it stays allocated while MORI may copy."""
 
 
@@ -154,22 +155,33 @@ class EmbeddedPool:
         Raises:
             BackendError: MORI cannot use the memory, or the pool is too small for its objects.
         """
-        if self._opened is not None:
+        opened = self._opened
+        if opened is not None and opened.transfers is not None:
             raise BackendError("KV memory is already registered")
         columns = group_columns(memory)
-        plan = self._plan([group.object_bytes for group in columns.values()])
-        prove_transfers(self._library, memory)
+        if opened is None:
+            plan = self._plan([group.object_bytes for group in columns.values()])
+            prove_transfers(self._library, memory)
+        else:
+            plan = opened.plan
         transfers = open_transfers(
             memory,
             columns,
             staged=stages(self._options.device_staging, self._library, memory),
             thread_count=self._options.transfer_threads,
         )
-        config = self._config(plan)
-        client = MoriClient(self._library, config, put_retries=self._options.put_retries)
+        client = opened.client if opened is not None else self._open_client(plan)
         for region in transfers.regions:
             client.register(region)
         self._opened = _Opened(client, plan, columns, transfers, memory)
+
+    def unregister(self) -> None:
+        """Makes MORI forget KV memory; its client and the objects stay."""
+        opened = self._opened
+        if opened is not None and opened.transfers is not None:
+            for region in opened.transfers.regions:
+                opened.client.deregister(region)
+            self._opened = attrs.evolve(opened, transfers=None, memory=None)
 
     def contains(self, keys: Sequence[bytes]) -> Sequence[bool]:
         """Says which objects exist now.
@@ -242,6 +254,10 @@ class EmbeddedPool:
             low_watermark=self._options.low_watermark,
         )
 
+    def _open_client(self, plan: PoolPlan) -> MoriClient:
+        config = self._config(plan)
+        return MoriClient(self._library, config, put_retries=self._options.put_retries)
+
     def _config(self, plan: PoolPlan) -> Any:
         options, site = self._options, self._site
         name = f"/umbp-{site.instance}-{site.rank}" if options.use_shared_memory else None
@@ -261,12 +277,15 @@ class EmbeddedPool:
     def _run(self, kind: TransferKind, job: TransferJob) -> JobResult:
         """Executes one job, on a thread of the runner."""
         opened = self._require_open()
+        transfers = opened.transfers
+        if transfers is None:
+            raise BackendError("KV memory is not registered")
 
         def move(part: TransferPart, columns: GroupColumns) -> Moved:
             names = object_names(part.keys, columns.object_bytes)
             if kind is TransferKind.LOAD:
-                return opened.transfers.load(opened.client, names, part)
-            return opened.transfers.store(
+                return transfers.load(opened.client, names, part)
+            return transfers.store(
                 opened.client,
                 names,
                 part,
@@ -282,6 +301,7 @@ class EmbeddedBackend:
     api: ClassVar[int] = BACKEND_API
     options_type: ClassVar[type[Any]] = EmbeddedOptions
     pool_in_worker: ClassVar[bool] = True
+    follows_sleep_mode: ClassVar[bool] = True
 
     @classmethod
     def check_available(cls) -> None:

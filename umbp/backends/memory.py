@@ -92,6 +92,10 @@ class MemoryPool:
         self._copier = copier_type(memory, self._buffer.tensor)
         self._layouts = {layout.group_index: layout for layout in memory.layouts}
 
+    def unregister(self) -> None:
+        """See ``MovablePool.unregister``."""
+        self._copier = None
+
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """See ``WorkerPool.contains``."""
         return self._index.contains(keys)
@@ -210,6 +214,7 @@ class MemoryBackend:
     api: ClassVar[int] = BACKEND_API
     options_type: ClassVar[type[Any]] = MemoryOptions
     pool_in_worker: ClassVar[bool] = True
+    follows_sleep_mode: ClassVar[bool] = True
 
     @classmethod
     def open_worker(cls, options: Any, site: WorkerSite) -> MemoryPool:

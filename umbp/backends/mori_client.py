@@ -207,6 +207,10 @@ class MoriClient:
                 f"MORI refused to register {region.size_bytes} bytes of {region.device_type} memory"
             )
 
+    def deregister(self, region: MemoryRegion) -> None:
+        """Makes MORI forget memory, while no transfer uses it."""
+        self._client().deregister_memory(region.address)
+
     def share(self, region: MemoryRegion) -> bool:
         """Gives a server access to memory, by HIP's handles. Blocks while the server is stopped.
 

@@ -37,12 +37,14 @@ from umbp.connector.stats import UMBPStats
 from umbp.connector.support import (
     check_supported,
     refuse_random_hashes,
+    refuse_sleep_mode,
     sparse_groups,
     warn_of_policy,
 )
 from umbp.connector.worker import WorkerSide
 from umbp.errors import UsageError
 from umbp.keys import KeySpace
+from umbp.trace.spans import SpanLog, SpannedCore
 
 if TYPE_CHECKING:
     import torch
@@ -51,6 +53,9 @@ logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 5.0
 """How long a worker's shutdown may wait for transfers that are running."""
+
+_SPANS_TIMEOUT_S = 2.0
+"""How long shutdown may wait for spans to leave."""
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -80,6 +85,7 @@ class UMBPStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._cache_hit_source = CacheHitSource(self._hit_source) if CacheHitSource else None
         self._reports: SchedulerReports | WorkerReports | None = None
         self._kv_events: KVEvents | None = None
+        self._spans: SpanLog | None = None
         self._scheduler_side: SchedulerSide | None = None
         self._worker_parts: WorkerParts | None = None
         self._worker_side: WorkerSide | None = None
@@ -88,6 +94,8 @@ class UMBPStoreConnector(KVConnectorBase_V1, SupportsHMA):
             warn_of_policy(vllm_config)
             write_manifest(config, keyspace, self.manifest)
             self._scheduler_side = self._open_scheduler_side(config, keyspace)
+            core = self._scheduler_side.core
+            self._spans = core.spans if isinstance(core, SpannedCore) else None
             logger.info(
                 "umbp offloads to %r, namespace %s",
                 config.options.backend,
@@ -104,6 +112,7 @@ class UMBPStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Checks the configuration; returns umbp's own part of it, and the namespace's manifest."""
         check_supported(vllm_config, kv_cache_config)
         config = ConnectorConfig.from_vllm(vllm_config, self._find_backend)
+        refuse_sleep_mode(vllm_config, config.options.backend, config.backend)
         refuse_random_hashes(vllm_config, is_shared=not config.backend.pool_in_worker)
         return config, manifest(
             vllm_config, kv_cache_config, key_namespace=config.options.key_namespace
@@ -120,8 +129,8 @@ class UMBPStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """False: memory registered with a backend does not move with vLLM's KV cache."""
-        return False
+        """True: a backend that cannot follow is refused when the engine starts, by its name."""
+        return True
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -186,6 +195,8 @@ class UMBPStoreConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = connector_output.kv_connector_worker_meta
         if not isinstance(metadata, WorkerMetadata):
             return
+        if self._spans is not None:
+            self._spans.note_answers(metadata.answers)
         if self._kv_events is None:
             self.scheduler_side.take_worker_answers(metadata)
             return
@@ -240,6 +251,16 @@ class UMBPStoreConnector(KVConnectorBase_V1, SupportsHMA):
             raise UsageError("KV caches are registered with a worker's connector object only")
         self._worker_side = self._worker_parts.register(kv_caches, self._kv_cache_config)
         self._reports = WorkerReports(self._worker_side, self._backend_name, self._hit_source)
+
+    def unregister_kv_caches(self) -> None:
+        """Gives KV memory up before vLLM puts the engine to sleep."""
+        if self._worker_parts is not None:
+            self._worker_parts.unregister()
+
+    def restore_kv_caches(self) -> None:
+        """Registers KV memory again after vLLM has woken the engine."""
+        if self._worker_parts is not None:
+            self._worker_parts.restore()
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """Takes what the scheduler's side wants of this step."""
@@ -302,5 +323,7 @@ class UMBPStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Ends transfers and lookups and gives memory back, in bounded time."""
         if self._scheduler_side is not None:
             self._scheduler_side.close()
+        if self._spans is not None:
+            self._spans.close(_SPANS_TIMEOUT_S)
         if self._worker_parts is not None:
             self._worker_parts.close(_CLOSE_TIMEOUT_S)

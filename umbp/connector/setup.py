@@ -12,7 +12,9 @@ import torch
 import umbp
 from umbp.backends.base import (
     EpochSource,
+    KVMemory,
     LookupClient,
+    MovablePool,
     SchedulerSite,
     SharedBackend,
     WorkerPool,
@@ -27,16 +29,15 @@ from umbp.connector.lookup_log import LookupLog
 from umbp.connector.report_files import BoundedLines, open_directory, write_whole
 from umbp.connector.scheduler import SchedulerSide
 from umbp.connector.support import why_load_async
+from umbp.connector.tracing import core_maker
 from umbp.connector.worker import WorkerSide
 from umbp.fsm import Core, CoreLimits
 from umbp.keys import KeySpace
-from umbp.trace.recorder import TracedCore, TraceFile
 
 logger = logging.getLogger(__name__)
 
 MANIFEST_SUFFIX: Final = ".manifest.json"
 LOOKUPS_SUFFIX: Final = ".lookups.jsonl"
-TRACE_SUFFIX: Final = ".trace.jsonl"
 
 
 def open_scheduler_side(  # noqa: PLR0913 - keyword-only
@@ -83,7 +84,7 @@ def open_scheduler_side(  # noqa: PLR0913 - keyword-only
         lookups = (open_lookup or _open_lookup)(config, keyspace)
     shared_epoch = _open_epoch(config)
     return SchedulerSide(
-        (make_core or _core_maker(config, keyspace))(
+        (make_core or core_maker(config, keyspace, vllm_config))(
             limits, shared_epoch.current() if shared_epoch is not None else 0
         ),
         lookups,
@@ -96,20 +97,6 @@ def open_scheduler_side(  # noqa: PLR0913 - keyword-only
         strict=strict,
         clock=clock,
     )
-
-
-def _core_maker(config: ConnectorConfig, keyspace: KeySpace) -> Callable[[CoreLimits, int], Core]:
-    """Returns what makes the core, under trace if that is wanted."""
-    path, bytes_max = config.report_path(keyspace, TRACE_SUFFIX), config.options.trace_bytes
-    if path is None or not bytes_max:
-        return Core
-
-    def make_core(limits: CoreLimits, epoch: int) -> Core:
-        core = TracedCore(limits, epoch)
-        core.trace_to(TraceFile(path, bytes_max))
-        return core
-
-    return make_core
 
 
 def _lookup_log(config: ConnectorConfig, keyspace: KeySpace) -> LookupLog | None:
@@ -250,6 +237,8 @@ class WorkerParts:
         self._pool = pool
         self._tell_evictions = tell_evictions
         self._server: LookupServer | None = None
+        self._memory = KVMemory((), ())
+        self._side: WorkerSide | None = None
 
     def register(self, kv_caches: Mapping[str, Any], kv_cache_config: Any) -> WorkerSide:
         """Registers KV memory, and begins to answer lookups where the pool is in the worker.
@@ -257,7 +246,7 @@ class WorkerParts:
         Raises:
             ConfigError: The KV memory cannot be addressed, or another engine serves the lookups.
         """
-        memory = kv_memory(kv_caches, kv_cache_config)
+        self._memory = memory = kv_memory(kv_caches, kv_cache_config)
         self._pool.register(memory)
         if self._config.backend.pool_in_worker:
             self._server = LookupServer(
@@ -266,7 +255,7 @@ class WorkerParts:
                 rank=self._rank,
                 path=self._config.socket_paths(self._keyspace)[self._rank],
             )
-        return WorkerSide(
+        self._side = WorkerSide(
             self._pool,
             keyspace=self._keyspace,
             rank=self._rank,
@@ -275,6 +264,27 @@ class WorkerParts:
             shared_epoch=_open_epoch(self._config),
             tell_evictions=self._tell_evictions,
         )
+        return self._side
+
+    def unregister(self) -> None:
+        """Gives KV memory up before vLLM unmaps it. Idempotent.
+
+        Raises:
+            BackendStalled: A transfer does not end.
+        """
+        if self._side is not None and not self._side.is_asleep:
+            self._side.fall_asleep()
+            cast(MovablePool, self._pool).unregister()
+
+    def restore(self) -> None:
+        """Registers KV memory that vLLM has mapped again. Idempotent.
+
+        Raises:
+            BackendError: The memory cannot be used.
+        """
+        if self._side is not None and self._side.is_asleep:
+            self._pool.register(self._memory)
+            self._side.wake_up()
 
     def close(self, timeout_s: float) -> None:
         """Ends lookups first, so that nobody asks a pool that is going."""

@@ -5,6 +5,8 @@ import logging
 import os
 from typing import Any, Final
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
 from umbp.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -27,7 +29,6 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
     """
     problems = [
         *_parallel_problems(vllm_config.parallel_config),
-        *_memory_problems(vllm_config.model_config),
         *_group_problems(vllm_config, kv_cache_config.kv_cache_groups),
     ]
     if problems:
@@ -64,6 +65,32 @@ def refuse_random_hashes(vllm_config: Any, *, is_shared: bool) -> None:
         )
 
 
+def refuse_sleep_mode(vllm_config: Any, backend_name: str, backend: Any) -> None:
+    """Refuses sleep mode where KV memory would be unmapped under a transfer or a registration.
+
+    Args:
+        vllm_config: vLLM's ``VllmConfig``.
+        backend_name: Its name.
+        backend: The ``Backend``.
+
+    Raises:
+        ConfigError: vLLM does not tell connectors when it sleeps, or the backend cannot follow.
+    """
+    if not getattr(vllm_config.model_config, "enable_sleep_mode", False):
+        return
+    if not hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
+        raise ConfigError(
+            "enable_sleep_mode is set, and vLLM before 0.33 unmaps KV memory without a word to its "
+            "connector; start without --enable-sleep-mode, or use vLLM 0.33"
+        )
+    if not getattr(backend, "follows_sleep_mode", False):
+        raise ConfigError(
+            f"enable_sleep_mode is set, and memory registered with backend {backend_name!r} does "
+            "not follow when vLLM unmaps it; start without --enable-sleep-mode, or set option "
+            'backend to "memory" or "embedded"'
+        )
+
+
 def _parallel_problems(parallel: Any) -> list[str]:
     problems = []
     if parallel.pipeline_parallel_size > 1:
@@ -72,15 +99,6 @@ def _parallel_problems(parallel: Any) -> list[str]:
             "stages is not supported; set --pipeline-parallel-size 1 (use tensor parallelism)"
         )
     return problems
-
-
-def _memory_problems(model: Any) -> list[str]:
-    if getattr(model, "enable_sleep_mode", False):
-        return [
-            "enable_sleep_mode is set, and registered KV memory does not follow when vLLM unmaps "
-            "it; start without --enable-sleep-mode"
-        ]
-    return []
 
 
 def why_load_async(vllm_config: Any, kv_cache_config: Any) -> str | None:

@@ -81,6 +81,7 @@ class WorkerSide:
 
     Attributes:
         rank: Index of this worker.
+        is_asleep: Whether KV memory is given up.
         load_seconds: How long loads took that nobody has reported yet.
         store_seconds: How long stores took that nobody has reported yet.
     """
@@ -108,6 +109,9 @@ class WorkerSide:
         self._clock = clock
         self._sleep = sleep
         self._epoch = 0
+        self.is_asleep = False
+        # The epoch of the last step before KV memory was given up, if it ever was.
+        self._epoch_before_sleep: int | None = None
         self._jobs: dict[int, _OpenJob] = {}
         # Of the metadata in hand, what has not been handed to the pool yet.
         self._loads: list[TransferPlan] = []
@@ -149,7 +153,7 @@ class WorkerSide:
             self._submit(plan, is_load=True, fence=fence)
             if plan.synchronous:
                 waiting.add(plan.job_id)
-        self._await(waiting)
+        self._await(waiting, "loads that a forward pass waits for")
 
     def start_stores(self) -> None:
         """Answers ``wait_for_save``: every store of the step goes to the pool, exactly once."""
@@ -233,11 +237,47 @@ class WorkerSide:
         """Answers ``shutdown``."""
         self._pool.close(timeout_s)
 
+    # ------------------------------------------------------------ sleep
+
+    def fall_asleep(self) -> None:
+        """Returns once no transfer can touch KV memory, and begins none until ``wake_up``.
+
+        Raises:
+            BackendStalled: A transfer does not end; KV memory must stay where it is.
+        """
+        self._drop_unsent()
+        for job_id in list(self._jobs):
+            self._cancel(job_id)
+        self._await(set(self._jobs), "transfers of KV memory that is to be unmapped")
+        self.is_asleep = True
+        self._epoch_before_sleep = self._epoch
+
+    def wake_up(self) -> None:
+        """Begins transfers again; KV memory is there, and holds nothing."""
+        self.is_asleep = False
+
+    def _why_not_begun(self, plan: TransferPlan) -> str | None:
+        """Says why a transfer must not touch KV memory; None: it may.
+
+        vLLM has weights changed while it sleeps, if ever, and empties KV memory in any case. It
+        raises the epoch before, so that whatever was planned earlier is told by its own.
+        """
+        if self.is_asleep:
+            return "the engine sleeps"
+        before = self._epoch_before_sleep
+        if before is not None and (plan.epoch == before or plan.epoch != self._epoch):
+            return "planned before the engine slept"
+        return None
+
     # ------------------------------------------------------------ jobs
 
     def _submit(
         self, plan: TransferPlan, *, is_load: bool, fence: Callable[[], None] | None
     ) -> None:
+        reason = self._why_not_begun(plan)
+        if reason is not None:
+            self._finish(_OpenJob(plan, is_load), _not_attempted(plan.job_id, reason))
+            return
         begun_s = self._clock()
         job = TransferJob(
             plan.job_id,
@@ -271,7 +311,7 @@ class WorkerSide:
             rank=self.rank,
         )
 
-    def _await(self, job_ids: set[int]) -> None:
+    def _await(self, job_ids: set[int], what: str) -> None:
         # The pool does not begin a job after its deadline, and says so when one that runs takes as
         # long again (BackendStalled). What is silent even then has broken its contract.
         give_up_s = self._clock() + 2 * self._timeout_s + _GRACE_S
@@ -279,8 +319,7 @@ class WorkerSide:
             self._take_results()
             if self._clock() > give_up_s:
                 raise BackendStalled(
-                    f"the backend has not answered {len(job_ids & self._jobs.keys())} loads that a "
-                    "forward pass waits for"
+                    f"the backend has not answered {len(job_ids & self._jobs.keys())} {what}"
                 )
             self._sleep(_POLL_INTERVAL_S)
 

@@ -40,6 +40,7 @@ from umbp.testing.conformance_lookup import LOOKUP_CHECKS
 from umbp.testing.conformance_objects import (
     check_any_key,
     check_first_bytes_stay,
+    check_memory_moves,
     check_missing_key_fails_load,
     check_partial_load,
     check_partial_store,
@@ -82,6 +83,7 @@ CHECKS: Final[tuple[Callable[..., None], ...]] = (
     check_missing_key_fails_load,
     check_any_key,
     check_reset_by_epoch,
+    check_memory_moves,
     check_visible_when_complete,
     check_fence_error,
     check_capacity,

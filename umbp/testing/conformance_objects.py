@@ -4,7 +4,7 @@
 import random
 from typing import Final
 
-from umbp.backends.base import TransferOutcome
+from umbp.backends.base import MovablePool, TransferOutcome
 from umbp.keys import KeySpace
 from umbp.testing.conformance_rig import BIG, PATIENCE_S, SMALL, MakePool, Rig, require
 from umbp.testing.kv_memory import KVShape
@@ -156,3 +156,30 @@ def check_reset_by_epoch(make: MakePool, patience_s: float = PATIENCE_S) -> None
             rig.store_done(blocks)
             rig.kv.wipe()
             rig.require_loads(blocks, content)
+
+
+def check_memory_moves(make: MakePool, patience_s: float = PATIENCE_S) -> None:
+    """A pool that can do without KV memory keeps its objects, and serves them to new memory.
+
+    Nothing is checked of a pool that has no ``unregister``.
+    """
+    with Rig(make, patience_s) as rig:
+        if not isinstance(rig.pool, MovablePool):
+            return
+        content = rig.kv.fill(BIG, 0, 1)
+        rig.store_done({b"before": 0})
+        rig.pool.unregister()
+        left = rig.kv
+        before = left.snapshot()
+        require(rig.exists(b"before"), "an object is gone with KV memory")
+        load = rig.finish(rig.load({BIG: {b"before": 1}}))
+        require(load.outcome is not _DONE, f"a load without KV memory ended {load}")
+        store = rig.finish(rig.store({BIG: {b"during": 0}}))
+        require(store.outcome is not _DONE, f"a store without KV memory ended {store}")
+        require(not rig.exists(b"during"), "an object is found that was stored from no memory")
+        rig.move_kv_memory()
+        rig.require_loads({b"before": 1}, {1: content})
+        after = rig.kv.fill(BIG, 2, 2)
+        rig.store_done({b"after": 2})
+        rig.require_loads({b"after": 3}, {3: after})
+        require(left.snapshot() == before, "KV memory was written after it was unregistered")

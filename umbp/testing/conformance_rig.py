@@ -107,6 +107,7 @@ class Rig:
         rank: int = 0,
         rank_count: int = 1,
     ) -> None:
+        self._shape = shape
         self.kv = make_kv_memory(shape, _GROUPS, block_count=_BLOCK_COUNT)
         self.case = PoolCase(
             memory=self.kv.memory,
@@ -145,6 +146,11 @@ class Rig:
     ) -> None:
         self._gate_open.set()
         self.pool.close(self._patience_s)
+
+    def move_kv_memory(self) -> None:
+        """Registers KV memory at other addresses, of the same layout and zeroed."""
+        self.kv = make_kv_memory(self._shape, _GROUPS, block_count=_BLOCK_COUNT)
+        self.pool.register(self.kv.memory)
 
     def object_bytes(self, group_index: int) -> int:
         """Size of one object of a group."""

@@ -73,6 +73,9 @@ class DictPool:
     def cancel(self, job_id: int) -> None:
         self._runner.cancel(job_id)
 
+    def wait(self, timeout_s: float) -> None:
+        self._runner.wait(timeout_s)
+
     def take_evictions(self) -> list[bytes]:
         with self._lock:
             evicted = list(self._evicted)

@@ -8,7 +8,8 @@ import pytest
 
 from umbp.connector.config import ConnectorConfig
 from umbp.connector.namespace import digest, manifest
-from umbp.connector.setup import _core_maker, _lookup_log, write_manifest
+from umbp.connector.setup import _lookup_log, write_manifest
+from umbp.connector.tracing import core_maker
 from umbp.errors import ConfigError
 from umbp.explain.manifests import compare, read_manifest
 from umbp.explain.meanings import MEANINGS, meaning_of
@@ -60,9 +61,9 @@ def test_only_an_engine_that_traces_has_another_core(tmp_path: Path) -> None:
     limits = CoreLimits(unit_tokens=16)
     directory = str(tmp_path)
     plain = ConnectorConfig.from_vllm(vllm_config(report_dir=directory))
-    assert _core_maker(plain, KEYS) is Core
+    assert core_maker(plain, KEYS, None) is Core
     tracing = ConnectorConfig.from_vllm(vllm_config(report_dir=directory, trace_bytes=1 << 20))
-    core = _core_maker(tracing, KEYS)(limits, 3)
+    core = core_maker(tracing, KEYS, None)(limits, 3)
     core.step(LookupAsked("a", None, 0, 64, 64), 1.0)
     (path,) = tmp_path.iterdir()
     assert path.name == f"{KEYS.namespace.hex()[:12]}-dp0.trace.jsonl"

@@ -71,7 +71,6 @@ def engine(*specs: Any, **fields: Any) -> Any:
             decode_context_parallel_size=fields.get("context", 1),
             prefill_context_parallel_size=1,
         ),
-        model_config=ns(enable_sleep_mode=fields.get("sleep", False)),
         cache_config=ns(enable_prefix_caching=fields.get("caching", True)),
         scheduler_config=ns(async_scheduling=fields.get("async_scheduling", False)),
         kv_transfer_config=ns(kv_load_failure_policy=fields.get("policy", "recompute")),
@@ -104,7 +103,6 @@ def test_supported_models(specs: list[Any]) -> None:
     ("specs", "fields", "words"),
     [
         ([FULL], {"pipeline": 2}, "pipeline_parallel_size is 2.*--pipeline-p"),
-        ([FULL], {"sleep": True}, "enable_sleep_mode"),
         ([], {}, "no KV cache"),
         ([ChunkedLocalAttentionSpec()], {}, "of kind ChunkedLocalAttentionSpec"),
         # A subclass of full attention that drops blocks is no full attention.
@@ -125,12 +123,9 @@ def test_refusals_name_the_condition_and_the_flag(
 
 def test_all_problems_are_named_at_once() -> None:
     with pytest.raises(ConfigError) as refusal:
-        check_supported(
-            *engine(RSWASpec(), MambaSpec("none"), pipeline=4, sleep=True, caching=False)
-        )
+        check_supported(*engine(RSWASpec(), MambaSpec("none"), pipeline=4, caching=False))
     words = (
         "pipeline_parallel_size",
-        "enable_sleep_mode",
         "RSWASpec",
         "mamba_cache_mode",
         "--enable-p",
