@@ -126,7 +126,8 @@ class JobRunner:
                 if not running.stalled and elapsed_s * 1000 > self._timeout_ms:
                     self._note_stall(job_id, running, elapsed_s)
             results, self._results = self._results, []
-            self._is_answered.clear()
+            if results:
+                self._is_answered.clear()
             return results
 
     def wait(self, timeout_s: float) -> None:

@@ -173,9 +173,10 @@ class WorkerSide:
         Raises:
             BackendStalled: Memory that a native call may still write would have to be reused.
         """
-        if self._is_idle and self._jobs and self._wait is not None:
-            self._wait(_IDLE_WAIT_S)
-        self._take_results()
+        if self._jobs:
+            if self._is_idle and self._wait is not None:
+                self._wait(_IDLE_WAIT_S)
+            self._take_results()
         received, self._received = self._received, set()
         failed, self._failed = self._failed, set()
         return received, failed

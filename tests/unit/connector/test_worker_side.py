@@ -68,6 +68,15 @@ def test_a_step_that_computes_nothing_waits_for_an_open_transfer_at_most_a_milli
     assert pool.waits == [0.001]
 
 
+def test_a_step_without_open_transfers_leaves_the_pool_alone() -> None:
+    side, pool = make_side()
+    pool.is_stalled = True
+    assert step(side, StepMetadata(0)) == (set(), set(), [])
+    step(side, StepMetadata(0, is_idle=True))
+    with pytest.raises(BackendStalled):
+        step(side, StepMetadata(0, stores=[plan(1)]))
+
+
 def test_store_is_answered_and_never_reported_as_received() -> None:
     side, pool = make_side()
     step(side, StepMetadata(0, stores=[plan(1)]))
