@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws the pictures of docs/speed.md from the samples in benchmarks/results.
 
-python benchmarks/plots.py [--into docs]
+python tools/plot_speed.py [--into docs]
 
 Needs matplotlib, which nothing else here does: pip install matplotlib.
 """
@@ -18,9 +18,10 @@ try:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 except ImportError:
-    sys.exit("benchmarks/plots.py needs matplotlib: pip install matplotlib")
+    sys.exit("tools/plot_speed.py needs matplotlib: pip install matplotlib")
 
-RESULTS: Final = Path(__file__).resolve().parent / "results"
+ROOT: Final = Path(__file__).resolve().parents[1]
+RESULTS: Final = ROOT / "benchmarks/results"
 STAGES: Final = {"cold": "#b0b7c3", "prefix hit": "#6c9bd2", "restored": "#d9733a"}
 FIELDS: Final = {"cold": "cold_s", "prefix hit": "hit_s", "restored": "restored_s"}
 BAR_HEIGHT: Final = 0.26
@@ -94,7 +95,7 @@ def draw_transfers(record: Mapping[str, Any]) -> Figure:
 def main() -> int:
     """Draws every picture."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--into", type=Path, default=RESULTS.parents[1] / "docs", help="a folder")
+    parser.add_argument("--into", type=Path, default=ROOT / "docs", help="a folder")
     into = parser.parse_args().into
     # The same bytes for the same samples.
     mpl.rcParams["svg.hashsalt"] = "umbp"
