@@ -156,6 +156,17 @@ def test_hip_runtime(host: FakeHost) -> None:
     assert_found(found("HIP runtime", host), "warn", "stand-in for tests", "LD_LIBRARY_PATH")
 
 
+@pytest.mark.parametrize("stand_in", [False, True])
+def test_a_server_reaches_kv_memory_of_gpus_only(host: FakeHost, *, stand_in: bool) -> None:
+    values = {"mori": "1.2.4", "hip_devices": 0, "hip_library": "/hip.so", "stand_in": stand_in}
+    host.library = Probed(values)
+    outcome = found("HIP runtime", host, {"backend": "standalone"})
+    assert_found(outcome, "fail", "/hip.so, sees 0 GPUs", "memory or embedded")
+    host.library = Probed(values | {"hip_devices": 1})
+    level = "warn" if stand_in else "ok"
+    assert_found(found("HIP runtime", host, {"backend": "standalone"}), level)
+
+
 # ---------------------------------------------------------------- memory
 
 

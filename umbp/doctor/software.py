@@ -103,13 +103,19 @@ def hip_runtime(host: Host, plan: EnginePlan) -> Result:
         return skip("no backend on MORI that loads")
     values = probed.values
     library, count = values["hip_library"], values["hip_devices"]
+    what = f"{library or 'not found'}, sees {count if count is not None else 'no'} GPUs"
+    there = len(gpu_nodes(host))
+    is_cpu = values["stand_in"] or not there
+    if plan.backend_name == "standalone" and is_cpu and not count:
+        return fail(
+            f"{what}, and the server reaches KV memory of GPUs only",
+            "choose backend memory or embedded, or a machine with GPUs",
+        )
     if values["stand_in"]:
         return warn(
             f"{library} is the stand-in for tests",
             "for service install ROCm, and leave the stand-in out of LD_LIBRARY_PATH",
         )
-    there = len(gpu_nodes(host))
-    what = f"{library or 'not found'}, sees {count if count is not None else 'no'} GPUs"
     if not count and there:
         return fail(
             f"{what}, and this machine has {there}",
