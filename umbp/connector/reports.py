@@ -8,8 +8,7 @@ one look at the clock.
 
 import itertools
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Final
 
 from umbp.backends.base import PoolStats
@@ -24,6 +23,8 @@ from umbp.fsm import LeaseKind
 INTERVAL_S: Final = 1.0
 """How often a side reports while it works: Prometheus looks every few seconds."""
 
+_STATE_GAUGES: Final = {state: f"requests_{state.value}" for state in LIVE_STATES}
+
 _numbers = itertools.count()
 
 
@@ -34,16 +35,20 @@ class _Deltas:
         self._counters: dict[str, int] = {}
         self._gauges: dict[str, int] = {}
 
-    def take(self, counters: Mapping[str, int], gauges: dict[str, int]) -> dict[str, int] | None:
-        """Returns how much each counter has risen; None when nothing at all has changed."""
+    def take(self, counters: dict[str, int], gauges: dict[str, int]) -> dict[str, int] | None:
+        """Returns how much each counter has risen; None when nothing at all has changed.
+
+        Both dictionaries are kept.
+        """
+        before = self._counters.get
         risen = {
-            name: count - self._counters.get(name, 0)
+            name: count - before(name, 0)
             for name, count in counters.items()
-            if name in COUNTED and count != self._counters.get(name, 0)
+            if count != before(name, 0) and name in COUNTED
         }
         if not risen and gauges == self._gauges:
             return None
-        self._counters, self._gauges = dict(counters), gauges
+        self._counters, self._gauges = counters, gauges
         return risen
 
 
@@ -66,7 +71,7 @@ class _Reporter:
 
     def report(
         self,
-        counters: Mapping[str, int],
+        counters: dict[str, int],
         gauges: dict[str, int],
         seconds: dict[str, list[float]],
     ) -> UMBPStats | None:
@@ -135,10 +140,15 @@ class SchedulerReports:
         counters["lookup_samples_dropped"] = self._side.lookup_meter.seconds.dropped
         # A request that has ended is known by its open transfers only.
         requests = {lease.request for lease in core.leases.values()}.union(core.requests.values())
-        states = Counter(request.state for request in requests)
+        # No collections.Counter: it asks whether it is given a Mapping, which is a search through
+        # all of torch's and vLLM's classes whenever one was registered with an ABC meanwhile.
+        states = dict.fromkeys(_STATE_GAUGES.values(), 0)
+        for request in requests:
+            if request.state in _STATE_GAUGES:
+                states[_STATE_GAUGES[request.state]] += 1
         loads = sum(lease.kind is LeaseKind.LOAD for lease in core.leases.values())
         gauges = {
-            **{f"requests_{state.value}": states[state] for state in LIVE_STATES},
+            **states,
             "leases_load": loads,
             "leases_store": len(core.leases) - loads,
             "blocks_pinned": core.pinned_blocks,

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the core counts. Every decline is silent otherwise, so each has its own number."""
 
-from typing import Literal, TypeAlias
+import operator
+from typing import Final, Literal, TypeAlias
 
 import attrs
 
@@ -78,4 +79,8 @@ class CoreCounters:
 
     def as_dict(self) -> dict[str, int]:
         """Returns all counters by name."""
-        return {field.name: getattr(self, field.name) for field in attrs.fields(CoreCounters)}
+        return dict(zip(_NAMES, _VALUES(self), strict=True))
+
+
+_NAMES: Final = tuple(field.name for field in attrs.fields(CoreCounters))
+_VALUES: Final = operator.attrgetter(*_NAMES)
