@@ -195,7 +195,7 @@ class PlaneEngine:
 
     _serial = 0
 
-    def __init__(self, peer: Connector, shape: Shape) -> None:
+    def __init__(self, peer: Connector, shape: Shape, *, log_stats: bool = False) -> None:
         self.shape = shape
         self.vllm_config = _vllm_config(peer, shape)
         self.kv_cache_config = kv_cache_config_of(shape)
@@ -208,7 +208,7 @@ class PlaneEngine:
             structured_output_manager=StructuredOutputManager(self.vllm_config),
             block_size=BLOCK_TOKENS,
             hash_block_size=BLOCK_TOKENS,
-            log_stats=False,
+            log_stats=log_stats,
         )
         self.connector: Any = self.scheduler.connector
         self.took_us: dict[str, list[float]] = defaultdict(list)
@@ -261,19 +261,33 @@ class PlaneEngine:
         """Plans a step."""
         return self.scheduler.schedule()
 
-    def complete(self, output: Any, answers: Sequence[Any], received: Iterable[str]) -> None:
-        """Hands the results of a step to the scheduler."""
+    def complete(
+        self, output: Any, answers: Sequence[Any], received: Iterable[str], stats: Any = None
+    ) -> Any:
+        """Hands the results of a step to the scheduler.
+
+        Args:
+            output: vLLM's ``SchedulerOutput`` of the step.
+            answers: What each rank says.
+            received: Requests whose load has ended.
+            stats: What the workers report, joined.
+
+        Returns:
+            vLLM's ``EngineCoreOutputs`` by client.
+        """
         joined = functools.reduce(lambda one, other: one.aggregate(other), answers or [None])
         ids = list(output.num_scheduled_tokens)
         requests = self.scheduler.requests
-        self.scheduler.update_from_output(
+        return self.scheduler.update_from_output(
             output,
             ModelRunnerOutput(
                 req_ids=ids,
                 req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
                 sampled_token_ids=[[] if requests[one].is_prefill_chunk else [5] for one in ids],
                 kv_connector_output=KVConnectorOutput(
-                    kv_connector_worker_meta=joined, finished_recving=set(received) or None
+                    kv_connector_worker_meta=joined,
+                    finished_recving=set(received) or None,
+                    kv_connector_stats=stats,
                 ),
             ),
         )
