@@ -9,7 +9,8 @@ PROFILE ?= ci
 RUN := $(PYTHON) tools/run.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test next prove faults demo sim bench needle check lint diagram docs site clean
+.PHONY: help setup test next prove faults demo walk sim bench needle check lint diagram docs site \
+	clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/make \1\t\2/' | expand -t 16
@@ -32,6 +33,9 @@ faults: setup  ## stop, kill and restart the servers of both shared modes under 
 
 demo: setup  ## set up and show an answer restored from offloaded KV (ARGS="--backend embedded")
 	@$(RUN) --profile best -- umbp demo $(ARGS)
+
+walk: site  ## do what docs/walkthrough.md says: engines, Prometheus, a browser (ARGS="--only memory")
+	@$(RUN) --profile each -- python tools/walk $(ARGS)
 
 sim: setup  ## set up and simulate engines, traffic and faults (ARGS="--seed 3 --faults random")
 	@$(RUN) --profile best -- umbp sim $(ARGS)

@@ -16,7 +16,7 @@ DASHBOARD: dict[str, Any] = json.loads((ROOT / "dashboards" / "umbp.json").read_
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 QUERIES = [target["expr"] for panel in PANELS for target in panel["targets"]]
 
-# Prometheus before 3.0 stores them with an underscore.
+# Some store them with an underscore: docs/metrics.md.
 NAME = r'__name__=~"vllm\[:_\](umbp_\w+)"'
 SERIES = {name: metric for metric in METRICS for name in metric.series}
 VLLM_LABELS = {"__name__", "model_name", "engine", "le"}

@@ -27,9 +27,10 @@ metric has vLLM's labels (`model_name`, `engine`) and `backend`, the backend's n
 * `source` is what vLLM calls the tier of a hit: `p2p` for backend `distributed`, where an object
   may lie on another host, else `host`. vLLM 0.32 and later count prompt tokens by the same source
   (`vllm:prompt_tokens_cached_by_source_total`).
-* Prometheus before 3.0 stores these names, and vLLM's own, with `_` in place of `:`; so does Ray.
+* Ray stores these names, and vLLM's own, with `_` in place of `:`. So does a Prometheus before 3.0
+  that scrapes `prometheus_client`'s own server; from `vllm serve` it takes them as they are.
 * [dashboards/umbp.json](../dashboards/umbp.json) is a Grafana dashboard of these metrics, under
-  either name.
+  either name; [its page](dashboard.md) explains the panels.
 
 This page is generated from the code: `python -m umbp.cli.metrics_page docs/metrics.md`.
 """
