@@ -148,23 +148,16 @@ def test_hip_runtime(host: FakeHost) -> None:
     values = {"mori": "1.2.4", "hip_devices": 0, "hip_library": "/lib/hip.so", "stand_in": False}
     host.library = Probed(values)
     assert_found(found("HIP runtime", host), "ok", "/lib/hip.so, sees 0 GPUs")
+    outcome = found("HIP runtime", host, {"backend": "standalone"})
+    assert_found(outcome, "fail", "/lib/hip.so, sees 0 GPUs", "memory or embedded")
     host.add_gpu("0000:01:00.0", 0)
     assert_found(found("HIP runtime", host), "fail", "and this machine has 1", "/dev/kfd")
     host.library = Probed(values | {"hip_devices": 1})
     assert_found(found("HIP runtime", host), "ok", "sees 1 GPUs")
     host.library = Probed(values | {"stand_in": True})
     assert_found(found("HIP runtime", host), "warn", "stand-in for tests", "LD_LIBRARY_PATH")
-
-
-@pytest.mark.parametrize("stand_in", [False, True])
-def test_a_server_reaches_kv_memory_of_gpus_only(host: FakeHost, *, stand_in: bool) -> None:
-    values = {"mori": "1.2.4", "hip_devices": 0, "hip_library": "/hip.so", "stand_in": stand_in}
-    host.library = Probed(values)
-    outcome = found("HIP runtime", host, {"backend": "standalone"})
-    assert_found(outcome, "fail", "/hip.so, sees 0 GPUs", "memory or embedded")
-    host.library = Probed(values | {"hip_devices": 1})
-    level = "warn" if stand_in else "ok"
-    assert_found(found("HIP runtime", host, {"backend": "standalone"}), level)
+    host.library = Probed(values | {"stand_in": True, "hip_devices": 0})
+    assert_found(found("HIP runtime", host, {"backend": "standalone"}), "fail", "of GPUs only")
 
 
 # ---------------------------------------------------------------- memory
