@@ -63,6 +63,7 @@ class ObservedEngine:
         peer: What stands for the workers.
         reports: What vLLM would send to its frontend.
         asked_s: Seconds that umbp has taken to say what it reports, or that there is nothing.
+        made_us: Microseconds of each time that it was something.
     """
 
     def __init__(self, shape: Shape, trace: Path | None, *, with_workers: bool) -> None:
@@ -72,6 +73,7 @@ class ObservedEngine:
         self.engine = PlaneEngine(self.peer, shape, log_stats=True)
         self.reports: list[Any] = []
         self.asked_s = 0.0
+        self.made_us: list[float] = []
         self._workers = getattr(self.peer, "workers", [])
         self._connectors = [self.engine.connector, *self._workers]
         self._takers = [
@@ -98,7 +100,10 @@ class ObservedEngine:
             # The thread's own clock costs as much as what is timed here.
             begin_s = time.perf_counter()
             stats = take()
-            self.asked_s += time.perf_counter() - begin_s
+            took_s = time.perf_counter() - begin_s
+            self.asked_s += took_s
+            if stats is not None:
+                self.made_us.append(took_s * 1e6)
             return stats
 
         return timed
