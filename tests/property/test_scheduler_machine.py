@@ -13,9 +13,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from umbp.sim.actions import Action, ActionKind, apply
-from umbp.sim.driver import run, run_random, settle
+from umbp.sim.driver import LAZY_MAX_TOKENS, run, run_random, settle
 from umbp.sim.engine import SimEngine
-from umbp.sim.models import EngineOptions, ModelKind, hybrid_may_run_ahead, sim_model
+from umbp.sim.models import (
+    MAX_TOKENS,
+    EngineOptions,
+    ModelKind,
+    hybrid_may_run_ahead,
+    sim_model,
+)
 from umbp.sim.site import SimWorld
 
 pytestmark = pytest.mark.usefixtures("quiet_simulation")
@@ -35,14 +41,18 @@ def engine_options(draw: st.DrawFn) -> EngineOptions:
     """What an engine is started with; the simplest first, for shrinking."""
     kind = draw(st.sampled_from(ModelKind))
     runs_ahead = kind is not ModelKind.HYBRID or hybrid_may_run_ahead()
+    load_async = kind is not ModelKind.DENSE or draw(st.booleans())
+    lazy_offload = load_async and draw(st.booleans())
     return EngineOptions(
         kind=kind,
         ranks=draw(st.sampled_from((1, 2, 4))),
         async_scheduling=runs_ahead and draw(st.booleans()),
         num_blocks=draw(st.sampled_from(BLOCKS[kind])),
-        load_async=kind is not ModelKind.DENSE or draw(st.booleans()),
+        load_async=load_async,
         lookup_async=draw(st.booleans()),
         save_decode_cache=draw(st.booleans()),
+        lazy_offload=lazy_offload,
+        max_tokens=LAZY_MAX_TOKENS if lazy_offload else MAX_TOKENS,
         load_failure_quarantine_ms=draw(st.sampled_from((0, 3000))),
         max_pinned_percent=draw(st.sampled_from((50, 100))),
         serialize=draw(st.booleans()),

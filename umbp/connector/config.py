@@ -10,6 +10,7 @@ import attrs
 from umbp.backends.base import Backend
 from umbp.backends.registry import find_backend
 from umbp.backends.socket_path import socket_path
+from umbp.connector.kv_events import are_wanted
 from umbp.errors import ConfigError
 from umbp.fsm import CoreLimits
 from umbp.keys import KeySpace
@@ -45,6 +46,12 @@ class ConnectorOptions:
     )
     save_decode_cache: bool = option(
         False, help="Store blocks that decoding fills, too, not only those of prompts."
+    )
+    lazy_offload: bool = option(
+        False,
+        help="Store blocks when vLLM's KV memory is about to reuse them, not when they are "
+        "computed: what stays on the GPU is not copied. A block that is reused before its turn is "
+        "a miss.",
     )
     timeout_ms: int = option(
         30_000,
@@ -132,6 +139,11 @@ def read_options(
         raise ConfigError(f"option backend is {name!r}; give the name of a backend as a string")
     backend = find(name)
     options, backend_options = parse_options(raw, ConnectorOptions, backend.options_type)
+    if options.lazy_offload and not options.load_async:
+        raise ConfigError(
+            "option lazy_offload is true and load_async is false: blocks that a step is still to "
+            "load look like blocks to store; remove one of them"
+        )
     if not backend.pool_in_worker and not options.load_async:
         raise ConfigError(
             f"option load_async is false, but the pool of backend {name!r} is another process: "
@@ -175,6 +187,11 @@ class ConnectorConfig:
         """
         raw = dict(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
         options, backend, backend_options = read_options(raw, find)
+        if options.lazy_offload and are_wanted(vllm_config):
+            raise ConfigError(
+                "option lazy_offload is true and vLLM publishes KV events, which cannot name the "
+                "tokens of blocks that nobody uses; remove one of them"
+            )
         parallel = vllm_config.parallel_config
         if backend.pool_in_worker and getattr(parallel, "nnodes", 1) > 1:
             raise ConfigError(
@@ -205,9 +222,21 @@ class ConnectorConfig:
         return getattr(self.backend, "hit_source", "host")
 
     def core_limits(
-        self, *, unit_tokens: int, block_count: int, blocks_per_unit: float = 1.0
+        self,
+        *,
+        unit_tokens: int,
+        block_count: int,
+        blocks_per_unit: float = 1.0,
+        spare_blocks: int = 0,
     ) -> CoreLimits:
-        """Returns the bounds of the core."""
+        """Returns the bounds of the core.
+
+        Args:
+            unit_tokens: Tokens in a unit.
+            block_count: Blocks of KV memory.
+            blocks_per_unit: Blocks, of all groups, that one unit fills on average.
+            spare_blocks: Blocks beyond those of the longest request; 0 without lazy offload.
+        """
         options = self.options
         return CoreLimits(
             unit_tokens=unit_tokens,
@@ -217,6 +246,7 @@ class ConnectorConfig:
             transfer_timeout_s=options.timeout_ms / 1000,
             quarantine_s=self.quarantine_ms / 1000,
             pinned_blocks_max=max(1, block_count * options.max_pinned_percent // 100),
+            lazy_blocks_max=spare_blocks,
         )
 
     def instance(self, keyspace: KeySpace) -> str:

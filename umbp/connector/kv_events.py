@@ -183,6 +183,9 @@ class KVEvents:
     # ------------------------------------------------------------ stored
 
     def _store(self, lease: TransferLease, lost: Iterable[_Block]) -> None:
+        if lease.request is None:
+            # An event names tokens, and nobody knows those of free blocks: refused at start.
+            return
         gone = set(lost)
         for part in lease.parts:
             fresh = []
@@ -223,7 +226,7 @@ class KVEvents:
     def _places(self, lease: TransferLease, part: LeasePart) -> Iterator[_Place]:
         unit = self._unit
         block_tokens = self._groups[part.group_index].block_tokens
-        hashes = lease.request.source.block_hashes
+        hashes = lease.source.block_hashes
         # A drafter's page is keyed one unit past the boundary.
         first, last = lease.begin_tokens // unit, lease.end_tokens // unit + 1
         index = {block_hash: at for at, block_hash in enumerate(hashes[first:last], first)}
@@ -238,7 +241,7 @@ class KVEvents:
 
     def _stored_event(self, lease: TransferLease, group_index: int, run: Sequence[_Place]) -> Any:
         """Says of blocks in a row what vLLM's block pool says of its own."""
-        request = lease.request.source
+        request = lease.source
         group = self._groups[group_index]
         begin, end = run[0].begin_tokens, run[-1].end_tokens
         lora = request.lora_request

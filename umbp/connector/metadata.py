@@ -56,7 +56,8 @@ class TransferPlan:
 
     Attributes:
         job_id: Unique among the transfers of this engine.
-        request_id: The request that waits for a load; names it in logs for a store.
+        request_id: The request that waits for a load; names it in logs for a store. Empty for a
+            store of no request.
         epoch: Epoch of the keys.
         parts: The blocks.
         synchronous: A load that this step's forward pass reads.
@@ -80,9 +81,7 @@ def plan_of(lease: TransferLease) -> TransferPlan:
         )
         for part in lease.parts
     ]
-    return TransferPlan(
-        lease.job_id, lease.request.request_id, lease.epoch, parts, lease.synchronous
-    )
+    return TransferPlan(lease.job_id, lease.request_id, lease.epoch, parts, lease.synchronous)
 
 
 @attrs.define

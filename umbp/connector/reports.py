@@ -144,7 +144,7 @@ class SchedulerReports:
         # all of torch's and vLLM's classes whenever one was registered with an ABC meanwhile.
         states = dict.fromkeys(_STATE_GAUGES.values(), 0)
         for request in requests:
-            if request.state in _STATE_GAUGES:
+            if request is not None and request.state in _STATE_GAUGES:
                 states[_STATE_GAUGES[request.state]] += 1
         loads = sum(lease.kind is LeaseKind.LOAD for lease in core.leases.values())
         gauges = {

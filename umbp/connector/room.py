@@ -30,6 +30,11 @@ class Room:
         # Of all of them: a queue of a thousand asks a thousand times in a step.
         self._owed_by_all = 0
 
+    @property
+    def owed_blocks(self) -> int:
+        """Free blocks that requests count on which have loaded, or load, and have not started."""
+        return self._owed_by_all
+
     def is_short(self, request: Any) -> bool:
         """Says whether this request has to wait until others have started."""
         owed = self._owed_by_all - self._owed.get(request.request_id, 0)

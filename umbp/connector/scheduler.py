@@ -17,6 +17,7 @@ from umbp.backends.base import EpochSource, LookupClient
 from umbp.connector.answers import event_of
 from umbp.connector.dry_watch import DryWatch
 from umbp.connector.groups import GroupRules
+from umbp.connector.lazy import LazyCounters, LazyStores, step_blocks
 from umbp.connector.lookup_log import LookupLog
 from umbp.connector.lookups import OpenLookups
 from umbp.connector.metadata import StepMetadata, WorkerMetadata
@@ -25,6 +26,7 @@ from umbp.connector.pins import BlockPins
 from umbp.connector.room import Room
 from umbp.connector.samples import LookupMeter
 from umbp.connector.stores import StorePlanner
+from umbp.connector.sync_loads import shares_open_load, uncache
 from umbp.errors import BackendError, UmbpError, UsageError
 from umbp.fsm import (
     CancelTransfer,
@@ -65,6 +67,7 @@ class _Bound:
         rules: Cache-group rules.
         pins: Holds blocks.
         planner: Says what to store.
+        lazy: Says what to store of what was put off; None: nothing is put off.
         room: Says which loads must wait.
         lookups: Questions that are open; None when nothing is ever looked up.
     """
@@ -72,6 +75,7 @@ class _Bound:
     rules: GroupRules
     pins: BlockPins
     planner: StorePlanner
+    lazy: LazyStores | None
     room: Room
     lookups: OpenLookups | None
 
@@ -86,6 +90,8 @@ class SchedulerSide:
         lookup_async: Let requests wait in the queue for their lookup.
         store: Store what is computed.
         save_decode_cache: Store blocks that decoding fills, too.
+        lazy_step_tokens: Put stores off until KV memory is about to reuse the blocks; tokens that a
+            step computes at most. None: store what is computed at once.
         shared_epoch: The epoch that this engine shares with others; None: it has its own.
         lookup_log: Takes what each lookup found; None: nobody wants to know.
         strict: Raise what would otherwise be logged and counted; for tests.
@@ -101,6 +107,7 @@ class SchedulerSide:
         lookup_async: bool = False,
         store: bool = True,
         save_decode_cache: bool = False,
+        lazy_step_tokens: int | None = None,
         shared_epoch: EpochSource | None = None,
         lookup_log: LookupLog | None = None,
         strict: bool = False,
@@ -112,6 +119,7 @@ class SchedulerSide:
         self._lookup_async = lookup_async
         self._store = store
         self._save_decode_cache = save_decode_cache
+        self._lazy_step_tokens = lazy_step_tokens
         self._shared_epoch = shared_epoch
         self._lookup_log = lookup_log
         self._strict = strict
@@ -144,10 +152,15 @@ class SchedulerSide:
             lookups = OpenLookups(
                 self._client, rules, self.core.quarantine, self.lookup_meter, self._lookup_log
             )
+        lazy = None
+        if self._lazy_step_tokens is not None:
+            ahead_blocks = step_blocks(rules.groups, self._lazy_step_tokens)
+            lazy = LazyStores(self.core, block_pool, ahead_blocks)
         self._bound_parts = _Bound(
             rules,
             BlockPins(block_pool),
-            StorePlanner(self.core, rules),
+            StorePlanner(self.core, rules, lazy),
+            lazy,
             Room(rules, block_pool),
             lookups,
         )
@@ -161,7 +174,7 @@ class SchedulerSide:
     def matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """Answers ``get_num_new_matched_tokens``."""
         self._follow_epoch()
-        if self.core.sync_loads and self._shares_open_load(request, local_tokens):
+        if self.core.sync_loads and shares_open_load(self.core, request, local_tokens):
             # Should the load fail, vLLM has one reader of the blocks compute them again, and lets
             # the others read them before that is done. The next step is soon enough.
             return None, False
@@ -227,6 +240,9 @@ class SchedulerSide:
                 scheduled = output.num_scheduled_tokens.get(request_id, 0)
                 table = block_state.get_block_ids(request_id)
                 self._give_if(self._bound.planner.boundaries(context, offers, table, scheduled))
+        if self._bound.lazy is not None:
+            # Last, when the step has taken its blocks and said what it computes.
+            self._give_if(self._bound.lazy.due(self._bound.room.owed_blocks))
         return self._hand_over()
 
     def finished_boundaries(
@@ -260,20 +276,8 @@ class SchedulerSide:
                     answer.bytes_moved
                 )
                 if lease.synchronous and not answer.succeeded:
-                    self._uncache(lease)
+                    uncache(lease, self._bound.rules, self._bound.pins)
             self._give(event_of(answer))
-
-    def _uncache(self, lease: TransferLease) -> None:
-        """Takes what a failed synchronous load has left behind out of vLLM's prefix cache.
-
-        That is the blocks of the load, and those that the same step computed from them. vLLM
-        leaves all of them to be found until the request has computed them again, and for ever when
-        it is aborted before.
-        """
-        first = lease.begin_tokens // self._unit
-        # Only a model with one group loads within a step.
-        (group,) = self._bound.rules.groups
-        self._bound.pins.uncache(lease.request.source.block_hashes[first:], group.index)
 
     def reset(self) -> bool:
         """Answers ``reset_cache``: nothing stored so far is found again.
@@ -321,10 +325,12 @@ class SchedulerSide:
     def counters(self) -> dict[str, int]:
         """Returns everything that was counted, by name."""
         of_client = getattr(self._client, "counters", dict)
+        lazy = self._bound_parts.lazy if self._bound_parts is not None else None
         return {
             **of_client(),
             **self.core.counters.as_dict(),
             **self._bytes,
+            **attrs.asdict(lazy.counters if lazy is not None else LazyCounters()),
             "events_refused": self._refused_events,
             "admissions_put_off": self._admissions_put_off,
             "lookups_put_off": self._lookups_put_off,
@@ -432,21 +438,6 @@ class SchedulerSide:
         kind = LookupAsked if useful else LookupSkipped
         self._give(kind(request.request_id, request, local_tokens, limit, store_end))
         return True
-
-    def _shares_open_load(self, request: Any, local_tokens: int) -> bool:
-        """Says whether the engine's own hit rests on blocks that this step is to load.
-
-        vLLM puts the blocks of a synchronous load into its prefix cache before they are filled.
-        """
-        for lease in self.core.leases.values():
-            first = lease.begin_tokens // self._unit
-            if (
-                lease.synchronous
-                and lease.begin_tokens < local_tokens
-                and lease.request.source.block_hashes[first] == request.block_hashes[first]
-            ):
-                return True
-        return False
 
     def _take_answers(self, wait_s: float) -> None:
         lookups = self._bound.lookups

@@ -22,9 +22,10 @@ from umbp.backends.base import (
 )
 from umbp.backends.lookup_client import SocketLookupClient
 from umbp.backends.lookup_server import LookupServer
-from umbp.connector.config import ConnectorConfig
+from umbp.connector.config import ConnectorConfig, ConnectorOptions
 from umbp.connector.kv_events import are_wanted
 from umbp.connector.layout import kv_memory
+from umbp.connector.lazy import spare_blocks
 from umbp.connector.lookup_log import LookupLog
 from umbp.connector.report_files import BoundedLines, open_directory, write_whole
 from umbp.connector.scheduler import SchedulerSide
@@ -74,10 +75,18 @@ def open_scheduler_side(  # noqa: PLR0913 - keyword-only
     options = config.options
     transfer = vllm_config.kv_transfer_config
     _, unit_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    spare = spare_blocks(vllm_config, kv_cache_config) if options.lazy_offload else 0
+    if options.lazy_offload and not spare:
+        logger.warning(
+            "option lazy_offload is true, but KV memory of %d blocks has none to spare beyond "
+            "those of the longest request: blocks are stored when they are computed",
+            kv_cache_config.num_blocks,
+        )
     limits = config.core_limits(
         unit_tokens=unit_tokens,
         blocks_per_unit=blocks_per_unit(kv_cache_config, unit_tokens),
         block_count=kv_cache_config.num_blocks,
+        spare_blocks=spare,
     )
     lookups = None
     if options.enable_lookup and transfer.is_kv_consumer:
@@ -92,11 +101,19 @@ def open_scheduler_side(  # noqa: PLR0913 - keyword-only
         lookup_async=options.lookup_async,
         store=transfer.is_kv_producer,
         save_decode_cache=options.save_decode_cache,
+        lazy_step_tokens=_lazy_step_tokens(options, vllm_config),
         shared_epoch=shared_epoch,
         lookup_log=_lookup_log(config, keyspace),
         strict=strict,
         clock=clock,
     )
+
+
+def _lazy_step_tokens(options: ConnectorOptions, vllm_config: Any) -> int | None:
+    """Returns how many tokens a step computes at most; None without lazy offload."""
+    if not options.lazy_offload:
+        return None
+    return int(vllm_config.scheduler_config.max_num_batched_tokens)
 
 
 def _lookup_log(config: ConnectorConfig, keyspace: KeySpace) -> LookupLog | None:

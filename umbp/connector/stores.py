@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from umbp.connector.groups import GroupRules
-from umbp.fsm import BlocksFilled, BoundaryOffered, Core, RequestContext
+from umbp.connector.lazy import LazyStores
+from umbp.fsm import BlocksDeferred, BlocksFilled, BoundaryOffered, Core, RequestContext
 
 
 class StorePlanner:
@@ -14,15 +15,17 @@ class StorePlanner:
     Args:
         core: The lifecycle.
         rules: Cache-group rules.
+        lazy: Takes what is stored only when KV memory is about to reuse it; None: nothing is.
     """
 
-    def __init__(self, core: Core, rules: GroupRules) -> None:
+    def __init__(self, core: Core, rules: GroupRules, lazy: LazyStores | None = None) -> None:
         self._core = core
         self._rules = rules
+        self._lazy = lazy
 
     def filled(
         self, context: RequestContext, scheduled: int, block_state: Any
-    ) -> BlocksFilled | None:
+    ) -> BlocksFilled | BlocksDeferred | None:
         """Plans the blocks that a step fills.
 
         Args:
@@ -41,7 +44,7 @@ class StorePlanner:
 
     def filled_at_end(
         self, context: RequestContext, table: Sequence[Sequence[int]]
-    ) -> BlocksFilled | None:
+    ) -> BlocksFilled | BlocksDeferred | None:
         """Plans the blocks that a request has filled when it ends.
 
         Args:
@@ -77,6 +80,10 @@ class StorePlanner:
         hashes = context.source.block_hashes
         parts = self._rules.boundary_parts(hashes, table, wanted, computed)
         count = sum(len(part.block_ids) for part in parts)
+        if self._lazy is not None and self._core.may_defer():
+            if self._core.decline_boundary(context, 0) != "declined_boundary":
+                self._lazy.note(parts)
+            return None
         if not count or not self._core.may_store_boundary(context, count):
             return None
         end = max(boundary for _, _, boundary in wanted)
@@ -85,18 +92,27 @@ class StorePlanner:
     def _span(self, context: RequestContext, computed: int) -> tuple[int, int] | None:
         # A block is storable once it has a hash; hashes of decoded blocks come a step later.
         hashed = len(context.source.block_hashes) * self._core.limits.unit_tokens
-        return self._core.storable(context, min(computed, hashed))
+        computed = min(computed, hashed)
+        if self._lazy is not None and self._core.may_defer():
+            # Nothing is pinned now, so that no limit applies.
+            return self._core.filled_span(context, computed)
+        return self._core.storable(context, computed)
 
     def _filled(
         self,
         context: RequestContext,
         span: tuple[int, int],
         table: Sequence[Sequence[int]] | None,
-    ) -> BlocksFilled | None:
+    ) -> BlocksFilled | BlocksDeferred | None:
         if table is None:
             return None
         parts = self._rules.filled_parts(context.source.block_hashes, table, *span)
-        return BlocksFilled(context.request_id, *span, parts) if parts else None
+        if not parts:
+            return None
+        if self._lazy is not None and self._core.may_defer():
+            self._lazy.note(parts)
+            return BlocksDeferred(context.request_id, *span)
+        return BlocksFilled(context.request_id, *span, parts)
 
 
 def _confirmed_tokens(request: Any) -> int:

@@ -17,6 +17,7 @@ from umbp.fsm.commands import (
 )
 from umbp.fsm.core import Core, LookupReply
 from umbp.fsm.events import (
+    BlocksDeferred,
     BlocksFilled,
     BoundaryOffered,
     ComputeAdmitted,
@@ -32,12 +33,14 @@ from umbp.fsm.events import (
     RankStalled,
     RankSucceeded,
     RequestFinished,
+    ReuseNeared,
 )
 from umbp.fsm.lease import LeaseKind, LeasePart, LeaseState, TransferLease
 from umbp.fsm.limits import CoreLimits
 from umbp.fsm.request import RequestContext, RequestState
 
 __all__ = [
+    "BlocksDeferred",
     "BlocksFilled",
     "BoundaryOffered",
     "CancelTransfer",
@@ -66,6 +69,7 @@ __all__ = [
     "RequestContext",
     "RequestFinished",
     "RequestState",
+    "ReuseNeared",
     "StartLoad",
     "StartLookup",
     "StartStore",

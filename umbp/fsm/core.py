@@ -16,7 +16,8 @@ from umbp.fsm import commands, events
 from umbp.fsm.compile import build_machine, compile_dispatch, compile_steps
 from umbp.fsm.counters import CoreCounters, Decline
 from umbp.fsm.deadlines import DeadlineQueue
-from umbp.fsm.lease import LeaseKind, LeaseState, TransferLease
+from umbp.fsm.effects import store_free_blocks
+from umbp.fsm.lease import LeaseKind, LeasePart, LeaseState, TransferLease
 from umbp.fsm.limits import CoreLimits
 from umbp.fsm.quarantine import Quarantine
 from umbp.fsm.request import RequestContext, RequestState
@@ -107,6 +108,7 @@ class Core:
         self.local_cache_tainted = False
         self.now_s = 0.0
         self._all_ranks = (1 << limits.rank_count) - 1
+        self._lazy_pins_max = min(limits.lazy_blocks_max, limits.pinned_blocks_max)
         self._table = compile_steps(_DISPATCH, _DEADLINES, limits)
         # No row leads to the state in which a lease is made.
         self._submitted_s: float = getattr(limits, LEASE_DEADLINES[_SUBMITTED].limit)
@@ -121,9 +123,11 @@ class Core:
             events.LoadAdmitted: self._on_request_event,
             events.ComputeAdmitted: self._on_request_event,
             events.BlocksFilled: self._on_request_event,
+            events.BlocksDeferred: self._on_request_event,
             events.BoundaryOffered: self._on_request_event,
             events.Preempted: self._on_request_event,
             events.RequestFinished: self._on_request_event,
+            events.ReuseNeared: lambda event: store_free_blocks(self, event),
             events.LeaseSent: self._on_lease_sent,
             events.RankSucceeded: self._on_rank_answered,
             events.RankFailed: self._on_rank_answered,
@@ -229,6 +233,24 @@ class Core:
             return None
         return span
 
+    def may_defer(self) -> bool:
+        """Says whether what is computed now may be stored once its blocks are about to be reused.
+
+        Not while the engine's own cache may hold the same KV from before a reset: the two cannot be
+        told apart later. Nor while a synchronous load is open, which may yet turn out to have
+        failed.
+        """
+        lazy = self.limits.lazy_blocks_max > 0
+        return lazy and not self.local_cache_tainted and not self.sync_loads
+
+    def lazy_room(self) -> int:
+        """Returns how many blocks about to be reused may be stored now; counts why none may."""
+        decline = self.decline_lazy(1)
+        if decline is not None:
+            self.counters.count(decline)
+            return 0
+        return self._lazy_pins_max - self.pinned_blocks
+
     def _within_pin_limit(self, span: tuple[int, int]) -> tuple[int, int] | None:
         begin, end = span
         room = self.limits.pinned_blocks_max - self.pinned_blocks
@@ -269,6 +291,15 @@ class Core:
             self.counters.count(decline)
         return decline is None
 
+    def decline_lazy(self, block_count: int) -> Decline | None:
+        """Says why so many blocks that no request uses cannot be stored now; None if they can."""
+        if self.local_cache_tainted:
+            return "declined_tainted"
+        decline = self._decline_transfer()
+        if decline is None and self.pinned_blocks + block_count > self._lazy_pins_max:
+            decline = "declined_pin_limit"
+        return decline
+
     def _decline_transfer(self) -> Decline | None:
         if self.sync_loads:
             return "declined_sync_load"
@@ -283,27 +314,31 @@ class Core:
 
     def open_lease(
         self,
-        request: RequestContext,
+        request: RequestContext | None,
         kind: LeaseKind,
-        event: "events.LoadAdmitted | events.BlocksFilled | events.BoundaryOffered",
+        parts: tuple[LeasePart, ...],
         block_count: int,
+        span: tuple[int, int] = (0, 0),
     ) -> TransferLease:
-        """Makes the lease of an event that moves ``block_count`` blocks."""
+        """Makes the lease of an event that moves ``block_count`` blocks, of a span of tokens."""
         job_id = self.next_id()
+        generation, epoch = None, self.epoch
+        if request is not None:
+            generation, epoch = request.generation, request.epoch
+            request.open_leases += 1
         lease = TransferLease(
             job_id,
             request,
-            request.generation,
+            generation,
             kind,
-            request.epoch,
-            event.parts,
+            epoch,
+            parts,
             block_count,
-            event.begin_tokens,
-            event.end_tokens,
+            span[0],
+            span[1],
             self._all_ranks,
         )
         self.leases[job_id] = lease
-        request.open_leases += 1
         self.deadlines.set(lease, self.now_s + self._submitted_s)
         return lease
 
@@ -365,7 +400,8 @@ class Core:
     def _on_request_event(
         self,
         event: "events.LoadAdmitted | events.ComputeAdmitted | events.BlocksFilled"
-        " | events.BoundaryOffered | events.Preempted | events.RequestFinished",
+        " | events.BlocksDeferred | events.BoundaryOffered | events.Preempted"
+        " | events.RequestFinished",
     ) -> None:
         request = self.requests.get(event.request_id)
         if request is None:
@@ -414,7 +450,11 @@ class Core:
         if not lease.ranks_stalled or lease.ranks_left & ~lease.ranks_stalled:
             return
         request = lease.request
-        if request.state is _LOADING and request.load_job_id == lease.job_id:
+        if (
+            request is not None
+            and request.state is _LOADING
+            and request.load_job_id == lease.job_id
+        ):
             self._fire(request, _LOAD_STALLED)
 
     def _note_failure(self, lease: TransferLease, event: events.RankFailed) -> None:
@@ -424,11 +464,13 @@ class Core:
             self.quarantine.add(event.failed_hashes, self.now_s)
 
     def _close(self, lease: TransferLease) -> None:
-        """Releases a lease that has ended, and tells its request."""
+        """Releases a lease that has ended, and tells its request, if it has one."""
         del self.leases[lease.job_id]
         self._fire(lease, _LEASE_RELEASED)
         self.deadlines.set(lease, math.inf)
         request = lease.request
+        if request is None:
+            return
         if request.state is not _LOADING or request.load_job_id != lease.job_id:
             self._fire(request, _LEASE_CLOSED)
             self._drain(request)

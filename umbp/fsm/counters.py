@@ -11,6 +11,7 @@ Decline: TypeAlias = Literal[
     "declined_lease_limit",
     "declined_pin_limit",
     "declined_boundary",
+    "declined_tainted",
 ]
 """Why a store that is due is not planned now: the name of the counter."""
 
@@ -33,7 +34,11 @@ class CoreCounters:
         stores_started: Stores planned.
         stores_settled: Stores that every rank did.
         stores_failed: Stores that some rank could not do.
-        tokens_stored: Tokens covered by settled stores.
+        tokens_stored: Tokens covered by settled stores of requests.
+        tokens_deferred: Tokens that were computed and are stored once KV memory is about to reuse
+            their blocks.
+        lazy_stores_started: Of the stores planned, those of blocks about to be reused.
+        lazy_blocks_stored: Blocks of such stores that every rank did.
         leases_stalled: Transfers that went past their deadline.
         answers_unknown: Answers for transfers that are closed, or given twice.
         preemptions: Lives that ended by preemption.
@@ -45,6 +50,7 @@ class CoreCounters:
         declined_barred: Lives whose KV must not be stored.
         declined_sync_load: Stores put off because a synchronous load is open.
         declined_boundary: Boundaries not stored because the life that reached them may not store.
+        declined_tainted: Blocks about to be reused that may be from before the last reset.
     """
 
     lookups: int = 0
@@ -61,6 +67,9 @@ class CoreCounters:
     stores_settled: int = 0
     stores_failed: int = 0
     tokens_stored: int = 0
+    tokens_deferred: int = 0
+    lazy_stores_started: int = 0
+    lazy_blocks_stored: int = 0
     leases_stalled: int = 0
     answers_unknown: int = 0
     preemptions: int = 0
@@ -72,6 +81,7 @@ class CoreCounters:
     declined_barred: int = 0
     declined_sync_load: int = 0
     declined_boundary: int = 0
+    declined_tainted: int = 0
 
     def count(self, decline: Decline) -> None:
         """Counts a store that was not planned."""

@@ -6,11 +6,12 @@ writes a state or a deadline: ``Core`` does that, from the table, when the effec
 """
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from umbp.errors import UsageError
 from umbp.fsm import commands, events
-from umbp.fsm.lease import LeaseKind, TransferLease
+from umbp.fsm.lease import LeaseKind, LeasePart, TransferLease
 from umbp.fsm.request import RequestContext, RequestState
 
 if TYPE_CHECKING:
@@ -110,7 +111,8 @@ def start_load(core: "Core", request: RequestContext, event: events.LoadAdmitted
             f"{request.local_tokens} to {found_tokens} were found"
         )
     block_count = _count_blocks(core, request, event)
-    lease = core.open_lease(request, _LOAD, event, block_count)
+    span = (event.begin_tokens, event.end_tokens)
+    lease = core.open_lease(request, _LOAD, event.parts, block_count, span)
     lease.synchronous = event.synchronous
     request.load_job_id = lease.job_id
     request.hit = None
@@ -128,24 +130,26 @@ def _count_blocks(
     request: RequestContext,
     event: "events.LoadAdmitted | events.BlocksFilled | events.BoundaryOffered",
 ) -> int:
+    span = f"tokens {event.begin_tokens} to {event.end_tokens}"
     if (event.end_tokens - event.begin_tokens) % core.limits.unit_tokens:
         raise UsageError(
-            f"{request.identity}: tokens {event.begin_tokens} to {event.end_tokens} are no whole "
-            f"number of units of {core.limits.unit_tokens}"
+            f"{request.identity}: {span} are no whole number of units of {core.limits.unit_tokens}"
         )
+    return _count_parts(event.parts, f"{request.identity}, {span}")
+
+
+def _count_parts(parts: Sequence[LeasePart], what: str) -> int:
     count = 0
-    for part in event.parts:
+    for part in parts:
         blocks = len(part.block_ids)
         if not blocks or blocks != len(part.block_hashes):
             raise UsageError(
-                f"{request.identity}: {blocks} blocks and {len(part.block_hashes)} hashes of group "
-                f"{part.group_index} for tokens {event.begin_tokens} to {event.end_tokens}"
+                f"{what}: {blocks} blocks and {len(part.block_hashes)} hashes of group "
+                f"{part.group_index}"
             )
         count += blocks
     if not count:
-        raise UsageError(
-            f"{request.identity}: no blocks for tokens {event.begin_tokens} to {event.end_tokens}"
-        )
+        raise UsageError(f"{what}: no blocks")
     return count
 
 
@@ -178,12 +182,25 @@ def start_store(core: "Core", request: RequestContext, event: events.BlocksFille
             f"storable now"
         )
     block_count = _count_blocks(core, request, event)
-    lease = core.open_lease(request, _STORE, event, block_count)
+    lease = core.open_lease(request, _STORE, event.parts, block_count, span)
     request.planned_tokens = event.end_tokens
     _pin(core, lease)
     core.counters.stores_started += 1
     core.note_filling(request)
     core.emit(commands.StartStore(lease))
+
+
+def defer_store(core: "Core", request: RequestContext, event: events.BlocksDeferred) -> None:
+    """Leaves blocks that this step fills in KV memory, for as long as it keeps them."""
+    span = (event.begin_tokens, event.end_tokens)
+    if span != core.filled_span(request, event.end_tokens) or not core.may_defer():
+        raise UsageError(
+            f"{request.identity}: the store of tokens {event.begin_tokens} to {event.end_tokens} "
+            "cannot wait"
+        )
+    request.planned_tokens = event.end_tokens
+    core.counters.tokens_deferred += event.end_tokens - event.begin_tokens
+    core.note_filling(request)
 
 
 def store_boundary(core: "Core", request: RequestContext, event: events.BoundaryOffered) -> None:
@@ -192,9 +209,26 @@ def store_boundary(core: "Core", request: RequestContext, event: events.Boundary
     decline = core.decline_boundary(request, block_count)
     if decline:
         raise UsageError(f"{request.identity}: boundary {event.end_tokens} is {decline}")
-    lease = core.open_lease(request, _STORE, event, block_count)
+    span = (event.begin_tokens, event.end_tokens)
+    lease = core.open_lease(request, _STORE, event.parts, block_count, span)
     _pin(core, lease)
     core.counters.stores_started += 1
+    core.emit(commands.StartStore(lease))
+
+
+def store_free_blocks(core: "Core", event: events.ReuseNeared) -> None:
+    """Opens a store lease for blocks that no request uses.
+
+    It moves no request, and so is no row of a table.
+    """
+    block_count = _count_parts(event.parts, "blocks about to be reused")
+    decline = core.decline_lazy(block_count)
+    if decline:
+        raise UsageError(f"{block_count} blocks about to be reused are {decline}")
+    lease = core.open_lease(None, _STORE, event.parts, block_count)
+    _pin(core, lease)
+    core.counters.stores_started += 1
+    core.counters.lazy_stores_started += 1
     core.emit(commands.StartStore(lease))
 
 
@@ -295,6 +329,8 @@ def settle_lease(core: "Core", lease: TransferLease, _: events.AllRanksSucceeded
     else:
         core.counters.stores_settled += 1
         core.counters.tokens_stored += tokens
+        if lease.request is None:
+            core.counters.lazy_blocks_stored += lease.block_count
 
 
 def fail_lease(core: "Core", lease: TransferLease, _: events.SomeRankFailed) -> None:

@@ -99,6 +99,21 @@ class BlocksFilled:
 
 
 @value(eq=False)
+class BlocksDeferred:
+    """The step being planned fills these blocks, and they stay in KV memory until it reuses them.
+
+    Attributes:
+        request_id: The request.
+        begin_tokens: First position, as ``Core.filled_span`` said.
+        end_tokens: Position after the last, as ``Core.filled_span`` said.
+    """
+
+    request_id: str
+    begin_tokens: int
+    end_tokens: int
+
+
+@value(eq=False)
 class BoundaryOffered:
     """The engine hands off a boundary of a request: blocks from which it can be resumed there.
 
@@ -127,6 +142,20 @@ class RequestFinished:
     """The engine is done with a request: it ended, or was aborted in whatever state."""
 
     request_id: str
+
+
+# ---------------------------------------------------------------- facts about KV memory
+
+
+@value(eq=False)
+class ReuseNeared:
+    """KV memory is about to reuse blocks that no request uses and that are not stored.
+
+    Attributes:
+        parts: The blocks, at most as many as ``Core.lazy_room`` said.
+    """
+
+    parts: tuple[LeasePart, ...]
 
 
 # ---------------------------------------------------------------- facts about transfers
@@ -277,7 +306,9 @@ Event: TypeAlias = (
     | LoadAdmitted
     | ComputeAdmitted
     | BlocksFilled
+    | BlocksDeferred
     | BoundaryOffered
+    | ReuseNeared
     | Preempted
     | RequestFinished
     | LeaseSent

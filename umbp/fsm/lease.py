@@ -4,6 +4,7 @@
 import enum
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import attrs
 
@@ -59,14 +60,17 @@ class LeasePart:
 class TransferLease:
     """One load or store, and who has still to answer for it.
 
+    A store may belong to no request: its blocks are free in the engine's eyes, and about to be
+    reused. It has the same lifecycle, and nobody to tell when it has ended.
+
     The blocks of a store are pinned by its lease alone. The blocks of a load belong to the
     request, which the engine keeps until the workers report the load's end; should they report it
     while one of them can still write, the lease pins these blocks, too.
 
     Attributes:
         job_id: Unique among all transfers and all lives of requests.
-        request: The request it was made for.
-        generation: The life of that request that it was made in.
+        request: The request it was made for; None: a store of blocks that no request uses.
+        generation: The life of that request that it was made in; None without a request.
         kind: Direction.
         epoch: Epoch of its keys.
         parts: What it moves.
@@ -86,8 +90,8 @@ class TransferLease:
     """
 
     job_id: int
-    request: RequestContext
-    generation: int
+    request: RequestContext | None
+    generation: int | None
     kind: LeaseKind
     epoch: int
     parts: tuple[LeasePart, ...]
@@ -112,4 +116,15 @@ class TransferLease:
     @property
     def identity(self) -> str:
         """How errors and logs name this transfer."""
-        return f"{self.kind.value} {self.job_id} of {self.request.identity}"
+        owner = self.request.identity if self.request is not None else "free blocks"
+        return f"{self.kind.value} {self.job_id} of {owner}"
+
+    @property
+    def source(self) -> Any:
+        """The engine's own request object; None without a request."""
+        return self.request.source if self.request is not None else None
+
+    @property
+    def request_id(self) -> str:
+        """Id of the request; empty without one."""
+        return self.request.request_id if self.request is not None else ""

@@ -31,6 +31,8 @@ class CoreLimits:
         quarantine_s: How long a key that failed to load is a miss for every request. 0: not at all.
         open_leases_max: Transfers open at once; further stores are declined.
         pinned_blocks_max: Blocks that open stores may pin; further stores are declined.
+        lazy_blocks_max: The same, for a store that belongs to no request: so many may be pinned,
+            by whatever stores, when it begins. 0: there are no such stores.
     """
 
     unit_tokens: int = attrs.field(validator=_positive)
@@ -43,3 +45,4 @@ class CoreLimits:
     quarantine_s: float = 0.0
     open_leases_max: int = attrs.field(default=4096, validator=_positive)
     pinned_blocks_max: int = attrs.field(default=1 << 40, validator=_positive)
+    lazy_blocks_max: int = 0

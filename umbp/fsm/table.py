@@ -17,6 +17,10 @@ blocks back but cannot take back what a transfer is reading.
 * A request need not wait for a load that a rank cannot end: once every rank has answered or is
   known to be stalled, the request is computed (``LoadStalled``), and the lease keeps the blocks.
 * A request is ``FINISHED`` only when no lease of any of its lives is open.
+* A store may belong to no request at all (``ReuseNeared``): blocks that are free in the engine's
+  eyes and about to be reused. Its lease goes the same way, under the same deadlines; when it ends
+  there is nobody to tell. What its blocks hold was computed by lives that could have stored it, and
+  put it off (``BlocksDeferred``).
 
 No guards
 ---------
@@ -44,7 +48,8 @@ Invariants
 * A lease is released exactly once. ``open_leases`` of a request counts its unreleased leases.
 * ``planned_tokens`` of a life never decreases, but for a load that failed before the life had
   stored anything; so nothing is stored twice by one life.
-* No store is planned while a synchronous load is open, nor by a life of an earlier epoch.
+* No store is planned while a synchronous load is open, nor by a life of an earlier epoch. Nor is
+  one of free blocks while the engine's own cache may hold KV from before a reset.
 """
 
 from collections.abc import Sequence
@@ -118,6 +123,7 @@ REQUEST_TABLE: Final = (
     Row(events.LoadExpired, (_P.LOADING,), _P.LOADING),
     # Running. A synchronous load runs while it loads, and so may be preempted.
     Row(events.BlocksFilled, (_P.RUNNING,), _P.RUNNING, effects.start_store),
+    Row(events.BlocksDeferred, (_P.RUNNING,), _P.RUNNING, effects.defer_store),
     Row(events.BoundaryOffered, (_P.RUNNING,), _P.RUNNING, effects.store_boundary),
     Row(events.Preempted, (_P.LOADING, _P.RUNNING), _P.PREEMPTED, effects.preempt),
     # The end, from wherever it comes.

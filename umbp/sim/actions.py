@@ -35,7 +35,8 @@ class ActionKind(enum.Enum):
     COMPLETE = "complete"
     """The scheduler takes the results of a step."""
     FORGET = "forget"
-    """vLLM's own prefix cache loses what no request uses; the store stays."""
+    """vLLM's own prefix cache loses what no request uses; the store stays. Or, under lazy offload,
+    requests that share nothing need the blocks."""
     RESET = "reset"
     """vLLM's cache and the store are emptied."""
     RESET_RUNNING = "reset_running"
@@ -90,6 +91,9 @@ _WEIGHTS: Final = {
 }
 _WAITS_S: Final = (0.005, 0.03, 0.06, 0.45, 1.0)
 _FAMILIES: Final = 2
+_CROWD: Final = 3
+_CROWD_TOKENS: Final = 44
+"""As long as the longest prompt of a family."""
 _NUMBERS: Final = 1 << 20
 
 
@@ -170,8 +174,14 @@ def _complete(engine: SimEngine, _: int) -> None:
         engine.complete()
 
 
-def _forget(engine: SimEngine, _: int) -> None:
-    engine.forget()
+def _forget(engine: SimEngine, number: int) -> None:
+    if not engine.options.lazy_offload or number % 8 == 0:
+        engine.forget()
+        return
+    # Under lazy offload nothing is stored but what other requests need the blocks of.
+    for crowd in range(_CROWD):
+        begin = number + 29 * crowd
+        engine.add([300 + (begin + place * (crowd + 1)) % 197 for place in range(_CROWD_TOKENS)], 1)
 
 
 def _reset(engine: SimEngine, _: int) -> None:

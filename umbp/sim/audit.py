@@ -80,6 +80,7 @@ class Audit:
                 continue
             del self._open_loads[job_id]
             context = lease.request
+            assert context is not None, "a load belongs to a request"
             going_on = context.state in (RequestState.LOOKUP, RequestState.RUNNING)
             if lease.failed and going_on and context.generation == lease.generation:
                 self._failed.add(context)
@@ -134,6 +135,7 @@ class Audit:
     def _check_load(self, lease: TransferLease) -> None:
         self._open_loads[lease.job_id] = lease
         context = lease.request
+        assert context is not None, "a load belongs to a request"
         if context in self._failed:
             raise OracleError(f"{context.identity} loads again after a load has failed")
         window_s = self._core.limits.quarantine_s

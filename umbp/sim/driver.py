@@ -16,7 +16,13 @@ import attrs
 from umbp.sim.actions import Action, apply, random_actions
 from umbp.sim.engine import SimEngine
 from umbp.sim.faults import CALM
-from umbp.sim.models import EngineOptions, ModelKind, hybrid_may_run_ahead, sim_model
+from umbp.sim.models import (
+    MAX_TOKENS,
+    EngineOptions,
+    ModelKind,
+    hybrid_may_run_ahead,
+    sim_model,
+)
 from umbp.sim.site import SimWorld
 
 _BLOCKS: Final = {
@@ -26,6 +32,8 @@ _BLOCKS: Final = {
     ModelKind.WINDOW: (30, 36, 44),
 }
 _RANKS: Final = (1, 1, 2, 4)
+LAZY_MAX_TOKENS: Final = 64
+"""Longest request under lazy offload, which pins what no such request needs."""
 _CAPACITIES: Final = (24, 256)
 
 
@@ -59,6 +67,8 @@ def quiet() -> None:
 def random_options(source: random.Random) -> EngineOptions:
     """Draws what an engine is started with."""
     kind = source.choice(list(ModelKind))
+    load_async = kind is not ModelKind.DENSE or source.random() < 0.3
+    lazy_offload = load_async and source.random() < 0.4
     async_scheduling = source.random() < 0.5
     if kind is ModelKind.HYBRID and not hybrid_may_run_ahead():
         async_scheduling = False
@@ -67,9 +77,11 @@ def random_options(source: random.Random) -> EngineOptions:
         ranks=source.choice(_RANKS),
         async_scheduling=async_scheduling,
         num_blocks=source.choice(_BLOCKS[kind]),
-        load_async=kind is not ModelKind.DENSE or source.random() < 0.3,
+        load_async=load_async,
         lookup_async=source.random() < 0.5,
         save_decode_cache=source.random() < 0.5,
+        lazy_offload=lazy_offload,
+        max_tokens=LAZY_MAX_TOKENS if lazy_offload else MAX_TOKENS,
         load_failure_quarantine_ms=source.choice((0, 3000)),
         max_pinned_percent=source.choice((50, 100)),
         serialize=source.random() < 0.2,

@@ -81,6 +81,7 @@ class EngineOptions:
         load_async: umbp's option.
         lookup_async: umbp's option.
         save_decode_cache: umbp's option.
+        lazy_offload: umbp's option.
         lookup_timeout_ms: umbp's option.
         timeout_ms: umbp's option.
         load_failure_quarantine_ms: umbp's option.
@@ -99,6 +100,7 @@ class EngineOptions:
     load_async: bool = True
     lookup_async: bool = False
     save_decode_cache: bool = False
+    lazy_offload: bool = False
     lookup_timeout_ms: int = 50
     timeout_ms: int = 400
     load_failure_quarantine_ms: int = 0
@@ -116,6 +118,7 @@ class EngineOptions:
             "load_async": self.load_async,
             "lookup_async": self.lookup_async,
             "save_decode_cache": self.save_decode_cache,
+            "lazy_offload": self.lazy_offload,
             "lookup_timeout_ms": self.lookup_timeout_ms,
             "timeout_ms": self.timeout_ms,
             "load_failure_quarantine_ms": self.load_failure_quarantine_ms,

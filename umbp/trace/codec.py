@@ -13,6 +13,7 @@ from typing import Any, Final
 import attrs
 
 from umbp.fsm import (
+    BlocksDeferred,
     BlocksFilled,
     BoundaryOffered,
     Command,
@@ -31,6 +32,7 @@ from umbp.fsm import (
     RankStalled,
     RankSucceeded,
     RequestFinished,
+    ReuseNeared,
     StartLookup,
 )
 
@@ -43,9 +45,11 @@ EVENTS: Final[Mapping[str, Callable[..., Event]]] = {
         LoadAdmitted,
         ComputeAdmitted,
         BlocksFilled,
+        BlocksDeferred,
         BoundaryOffered,
         Preempted,
         RequestFinished,
+        ReuseNeared,
         LeaseSent,
         RankSucceeded,
         RankFailed,
@@ -116,7 +120,7 @@ def encode_command(command: Command) -> dict[str, Any]:
             line |= {
                 "job_id": lease.job_id,
                 "kind": lease.kind.value,
-                "request_id": lease.request.request_id,
+                "request_id": lease.request_id,
                 "blocks": lease.block_count,
             }
     return line

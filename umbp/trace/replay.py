@@ -20,8 +20,8 @@ class Transition:
     """A state machine has taken an event, from outside or derived.
 
     Attributes:
-        request_id: The request.
-        generation: Its life.
+        request_id: The request; empty for a transfer of none.
+        generation: Its life; None for a transfer of no request.
         job_id: The transfer that moved; None: the request itself did.
         kind: ``load`` or ``store``; empty for a request.
         event: Name of the event.
@@ -30,7 +30,7 @@ class Transition:
     """
 
     request_id: str
-    generation: int
+    generation: int | None
     job_id: int | None
     kind: str
     event: str
@@ -68,12 +68,12 @@ class _PlayedCore(Core):
         source = subject.state.name
         super()._fire(subject, event)
         if isinstance(subject, TransferLease):
-            request, job_id, kind = subject.request, subject.job_id, subject.kind.value
+            job_id, kind = subject.job_id, subject.kind.value
         else:
-            request, job_id, kind = subject, None, ""
+            job_id, kind = None, ""
         self.transitions.append(
             Transition(
-                str(request.request_id),
+                str(subject.request_id),
                 subject.generation,
                 job_id,
                 kind,
