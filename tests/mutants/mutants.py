@@ -174,7 +174,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "a life that began before a reset stores under the new epoch",
-        "umbp/fsm/core.py",
+        "umbp/fsm/store_rules.py",
         "        if request.state is not _RUNNING or request.epoch != self.epoch:\n"
         "            return None\n",
         "        if request.state is not _RUNNING:\n            return None\n",

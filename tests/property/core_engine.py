@@ -158,6 +158,9 @@ class Engine:
     def _check_store(self, lease: TransferLease) -> None:
         assert lease.epoch == self.core.epoch
         assert not self.core.sync_loads
+        if lease.request is None:
+            self._check_free(lease)
+            return
         table = self.tables[lease.request.request_id]
         if lease.begin_tokens == lease.end_tokens:
             # A boundary is handed off whenever it is reached.
@@ -168,6 +171,14 @@ class Engine:
         # Nothing is stored twice by one life.
         assert lease.begin_tokens >= self.stored_until[lease.generation]
         self.stored_until[lease.generation] = lease.end_tokens
+
+    def _check_free(self, lease: TransferLease) -> None:
+        """Blocks that nobody uses hold what was computed since the last reset, and no other."""
+        assert not self.core.local_cache_tainted
+        used = {block for table in self.tables.values() for block in table}
+        blocks = self.transfers[lease.job_id].blocks
+        assert used.isdisjoint(blocks)
+        assert self.pins().keys().isdisjoint(blocks)
 
     def note_contexts(self) -> None:
         """Remembers every context that ever was."""

@@ -95,6 +95,23 @@ class Model:
         self.bound(request, self.limits.idle_timeout_s)
         return self.open(request, "store", blocks, begin, end)
 
+    def may_defer(self) -> bool:
+        loading = any(one.synchronous for one in self.leases.values())
+        return self.limits.lazy_blocks_max > 0 and not self.tainted and not loading
+
+    def defer(self, name: str, begin: int, end: int) -> None:
+        request = self.find(name, "RUNNING")
+        storable = not request.store_barred and request.epoch == self.epoch
+        self.need(storable and self.may_defer() and end % self.unit == 0)
+        self.need(begin == request.planned < end <= request.stored)
+        request.planned = end
+        self.bound(request, self.limits.idle_timeout_s)
+
+    def near_reuse(self, blocks: int) -> Any:
+        self.need(blocks > 0 and not self.tainted and self.has_room(blocks))
+        self.need(self.pinned() + blocks <= self.limits.lazy_blocks_max)
+        return self.open(None, "store", blocks, 0, 0)
+
     def may_store_boundary(self, name: str, blocks: int) -> bool:
         request = self.requests[name]
         may_store = request.state == "RUNNING" and not request.store_barred
@@ -107,12 +124,14 @@ class Model:
         return self.open(request, "store", blocks, boundary, boundary)
 
     def has_room(self, blocks: int) -> bool:
-        pinned = sum(one.blocks for one in self.leases.values() if one.pinned)
         return (
             not any(one.synchronous for one in self.leases.values())
             and len(self.leases) < self.limits.open_leases_max
-            and pinned + blocks <= self.limits.pinned_blocks_max
+            and self.pinned() + blocks <= self.limits.pinned_blocks_max
         )
+
+    def pinned(self) -> int:
+        return sum(one.blocks for one in self.leases.values() if one.pinned)
 
     def preempt(self, name: str) -> None:
         request = self.find(name, "LOADING", "RUNNING")
@@ -135,10 +154,12 @@ class Model:
     # ------------------------------------------------------------ transfers
 
     def open(self, request: Any, kind: str, blocks: int, begin: int, end: int) -> Any:
-        request.leases += 1
+        if request is not None:
+            request.leases += 1
         lease = SimpleNamespace(request=request, kind=kind, blocks=blocks, begin=begin, end=end)
         lease.left, lease.failed = set(range(self.limits.rank_count)), False
-        lease.sent, lease.synchronous, lease.epoch = False, False, request.epoch
+        lease.sent, lease.synchronous = False, False
+        lease.epoch = self.epoch if request is None else request.epoch
         lease.pinned, lease.stalled = kind == "store", set()
         self.bound(lease, self.limits.transfer_timeout_s)
         return lease
@@ -183,6 +204,8 @@ class Model:
     def close(self, job_id: int) -> list[Any]:
         lease = self.leases.pop(job_id)
         request = lease.request
+        if request is None:
+            return [("release", job_id)]
         request.leases -= 1
         if lease.failed and lease.synchronous:
             for other in self.requests.values():

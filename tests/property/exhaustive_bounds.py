@@ -64,6 +64,7 @@ EVERY_CHANGE: Final = {
     ),
     "ranks that stall": Expected(Bounds(requests=1, stalls=True, orderly=True), 6350, 78702, 20),
     "clock": Expected(Bounds(requests=1, leases=1, ranks=1, clock=True), 2192, 17900, 15),
+    "free blocks": Expected(Bounds(requests=1, ranks=1, lazy=True, orderly=True), 2218, 24366, 19),
 }
 """What is searched on every change: about a minute."""
 
@@ -88,6 +89,9 @@ NIGHTLY: Final = {
         5736,
         69046,
         21,
+    ),
+    "free blocks, engine in any order, two ranks": Expected(
+        Bounds(requests=1, lazy=True), 23948, 320957, 20
     ),
     "clock, two ranks, loads of both kinds": Expected(
         Bounds(requests=1, leases=1, loads=(False, True), clock=True), 8052, 67248, 16

@@ -104,6 +104,27 @@ class _NoDeadlineOnceHandedOver(Core):
         self.deadlines.set(self.leases[event.job_id], float("inf"))
 
 
+class _FreeBlocksGoBackWhenSent(Core):
+    """Takes free blocks for stored once the workers have heard of them."""
+
+    def _on_lease_sent(self, event: Any) -> None:
+        super()._on_lease_sent(event)
+        lease = self.leases[event.job_id]
+        if lease.request is None:
+            self.pinned_blocks -= lease.block_count
+            self.emit(ReleasePins(lease))
+
+
+class _StoresFreeBlocksFromBeforeAReset(Core):
+    """Forgets that the engine's own cache outlived a reset."""
+
+    def decline_lazy(self, block_count: int) -> Any:
+        tainted, self.local_cache_tainted = self.local_cache_tainted, False
+        decline = super().decline_lazy(block_count)
+        self.local_cache_tainted = tainted
+        return decline
+
+
 @attrs.frozen
 class Broken:
     """A broken core and what the search says of it.
@@ -169,5 +190,11 @@ BROKEN: Final = {
     ),
     "no deadline once handed over": Broken(
         _NoDeadlineOnceHandedOver, "all_that_lasts_has_a_deadline does not hold", 4
+    ),
+    "free blocks go back when they are sent": Broken(
+        _FreeBlocksGoBackWhenSent, "blocks_under_a_transfer_are_held does not hold", 2
+    ),
+    "free blocks from before a reset are stored": Broken(
+        _StoresFreeBlocksFromBeforeAReset, "a command does not fit", 2
     ),
 }

@@ -31,7 +31,10 @@ from umbp.fsm.quarantine import Quarantine
 from umbp.fsm.request import RequestContext
 
 State: TypeAlias = tuple[Any, ...]
-"""``(numbers of the parts of the requests, local_cache_tainted, quarantine)``"""
+"""``(numbers of the parts of the requests, local_cache_tainted, quarantine)``
+
+With lazy offload one more number: that of the part that no request has, its stores of free blocks.
+"""
 
 _REQUEST_STATES = tuple(RequestState)
 _LEASE_STATES = tuple(LeaseState)
@@ -61,7 +64,11 @@ class Codec:
         """Returns the value of a world, and puts the world's lists in canonical order."""
         leases_of: dict[int, list[TransferLease]] = {}
         contexts: dict[int, RequestContext] = {}
+        free: list[TransferLease] = []
         for lease in world.core.leases.values():
+            if lease.request is None:
+                free.append(lease)
+                continue
             contexts[id(lease.request)] = lease.request
             leases_of.setdefault(id(lease.request), []).append(lease)
         coded = []
@@ -72,11 +79,16 @@ class Codec:
         world.names = [name for _, name, _, _ in coded]
         world.leases = [lease for _, _, leases, _ in coded for lease in leases]
         world.storing = [context for _, _, _, storing in coded for context in storing]
+        numbers = tuple(map(_first, coded))
+        if self.bounds.lazy:
+            codes, free = self._lease_codes(world, free)
+            world.leases += free
+            numbers = (*numbers, self._number((None, codes, ())))
         core = world.core
         quarantine = ()
         if self.bounds.quarantine:
             quarantine = self._quarantine(core, world.now_s)
-        return (tuple(map(_first, coded)), core.local_cache_tainted, quarantine)
+        return (numbers, core.local_cache_tainted, quarantine)
 
     def _part(
         self,
@@ -134,7 +146,11 @@ class Codec:
     def _lease_code(self, world: World, lease: TransferLease) -> tuple[Any, ...]:
         request = lease.request
         load = is_load(lease)
-        waited_for = request.state is RequestState.LOADING and request.load_job_id == lease.job_id
+        waited_for = (
+            request is not None
+            and request.state is RequestState.LOADING
+            and request.load_job_id == lease.job_id
+        )
         left = lease.ranks_left.bit_count()
         stalled = (lease.ranks_left & lease.ranks_stalled).bit_count()
         first: Any = 0
@@ -191,7 +207,7 @@ class Codec:
         world = World(core, self.bounds)
         free = iter(range(world.block_count))
         subjects: list[Any] = []
-        for name, number in zip(NAMES, state[0], strict=False):
+        for name, number in zip(NAMES[: self.bounds.requests], state[0], strict=False):
             code, codes, ended = self._parts[number]
             if code is not None:
                 request = self._decode_request(world, name, code, free)
@@ -205,6 +221,8 @@ class Codec:
                 world.storing.append(context)
                 subjects.append(context)
                 self._decode_leases(world, context, theirs, free)
+        if self.bounds.lazy:
+            self._decode_leases(world, None, self._parts[state[0][-1]][1], free)
         subjects += world.leases
         queue = [(subject.wake_s, subject.number, subject) for subject in subjects]
         core.deadlines._entries = sorted(queue)
@@ -241,7 +259,7 @@ class Codec:
         return request
 
     def _decode_leases(
-        self, world: World, request: RequestContext, codes: Sequence[Any], free: Any
+        self, world: World, request: RequestContext | None, codes: Sequence[Any], free: Any
     ) -> None:
         core = world.core
         for waited_for, kind, state_number, left, flags, first, count, times in codes:
@@ -253,7 +271,7 @@ class Codec:
             lease = TransferLease(
                 core.next_id(),
                 request,
-                request.generation if waited_for else -1,
+                request.generation if waited_for else request and -1,
                 LeaseKind.LOAD if kind else LeaseKind.STORE,
                 _OLD_EPOCH if flags[2] else _EPOCH,
                 world.parts(blocks, begin, end),
@@ -273,7 +291,8 @@ class Codec:
             _set_times(lease, times)
             core.leases[lease.job_id] = lease
             world.leases.append(lease)
-            request.open_leases += 1
+            if request is not None:
+                request.open_leases += 1
             sent = lease.state is not LeaseState.SUBMITTED
             answered = set(range(left, self.bounds.ranks))
             world.transfers[lease.job_id] = Transfer(lease, sent, answered)

@@ -12,6 +12,7 @@ from exhaustive_world import NAMES, World, is_load
 
 from umbp.errors import IllegalTransition, UsageError
 from umbp.fsm import (
+    BlocksDeferred,
     BlocksFilled,
     BoundaryOffered,
     ComputeAdmitted,
@@ -29,6 +30,7 @@ from umbp.fsm import (
     RequestContext,
     RequestFinished,
     RequestState,
+    ReuseNeared,
     TransferLease,
 )
 from umbp.fsm.table import REQUEST_TABLE
@@ -46,6 +48,7 @@ def _events_of(name: str) -> tuple[Event, ...]:
         LoadAdmitted(name, 0, UNIT, _ONE_BLOCK, False),
         ComputeAdmitted(name, 0),
         BlocksFilled(name, 0, UNIT, _ONE_BLOCK),
+        BlocksDeferred(name, 0, UNIT),
         BoundaryOffered(name, UNIT, UNIT, _ONE_BLOCK),
         Preempted(name),
         RequestFinished(name),
@@ -85,6 +88,9 @@ def unfit_events(world: World) -> Iterator[Unfit]:
     yield from _BY_STATE[_NOBODY, None]
     yield from _UNKNOWN_JOB
     yield EpochRaised(False, world.core.epoch), UsageError
+    yield ReuseNeared(()), UsageError
+    if world.core.decline_lazy(1) is not None:
+        yield ReuseNeared(_ONE_BLOCK), UsageError
     for name in world.names:
         request = world.core.requests.get(name)
         yield from _BY_STATE[name, request.state if request is not None else None]
@@ -107,6 +113,9 @@ def _unfit_for(world: World, request: RequestContext) -> Iterator[Unfit]:
     elif request.state is RequestState.RUNNING:
         planned = request.planned_tokens
         yield BlocksFilled(name, planned, planned, _ONE_BLOCK), UsageError
+        yield BlocksDeferred(name, planned, planned), UsageError
+        if not world.core.may_defer():
+            yield BlocksDeferred(name, planned, planned + UNIT), UsageError
         yield BlocksFilled(name, planned + UNIT, planned + 2 * UNIT, _ONE_BLOCK), UsageError
         yield BlocksFilled(name, planned, planned + UNIT, ()), UsageError
         yield BoundaryOffered(name, UNIT, UNIT, ()), UsageError

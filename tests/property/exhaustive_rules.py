@@ -240,9 +240,9 @@ class Step:
         self.counted = fields_of(world.core.counters)
         about_lease = action[0] in ("send", "succeed", "fail", "stall")
         self.lease = world.leases[action[1]] if about_lease else None
-        self.waited_for = self.lease is not None and (
-            self.lease.request.state is RequestState.LOADING
-            and self.lease.request.load_job_id == self.lease.job_id
+        owner = self.lease.request if self.lease is not None else None
+        self.waited_for = owner is not None and (
+            owner.state is RequestState.LOADING and owner.load_job_id == self.lease.job_id
         )
 
 
@@ -386,6 +386,17 @@ def new_loads_are_of_the_present_epoch(step: Step) -> bool:
     )
 
 
+def free_blocks_are_stored_of_the_present_epoch(step: Step) -> bool:
+    """What lies in the engine's own cache from before a reset looks like what came after it."""
+    core = step.world.core
+    open_before = set(map(id, step.open_before))
+    return all(
+        lease.epoch == core.epoch and not core.local_cache_tainted
+        for lease in core.leases.values()
+        if lease.request is None and id(lease) not in open_before
+    )
+
+
 STEP_RULES = (
     counters_only_rise,
     leases_end_once_and_by_answers_alone,
@@ -397,4 +408,5 @@ STEP_RULES = (
     a_new_life_has_a_new_number,
     a_reset_forgets_what_was_found,
     new_loads_are_of_the_present_epoch,
+    free_blocks_are_stored_of_the_present_epoch,
 )

@@ -21,6 +21,8 @@ _PHRASES = {
     "load": "{0} is admitted to load from token {1}",
     "compute": "{0} is admitted to compute from token {1}",
     "fill": "{0} fills its blocks up to token {1}: they are stored",
+    "defer": "{0} fills its blocks up to token {1}: their store is put off",
+    "near_reuse": "a free block is about to be reused: it is stored",
     "offer_boundary": "{0} has reached a boundary: it is stored",
     "preempt": "{0} is preempted",
     "finish": "{0} is ended by the engine",
@@ -35,7 +37,7 @@ _PHRASES = {
     "wait": "time passes",
 }
 _OF_LEASES = ("send", "succeed", "fail", "stall", "expire_lease")
-_WITH_TOKENS = ("ask", "skip", "answer", "load", "compute", "fill")
+_WITH_TOKENS = ("ask", "skip", "answer", "load", "compute", "fill", "defer")
 
 
 class Story:
@@ -72,7 +74,7 @@ class Story:
             words[0] = self._name_of(self._world.leases[words[0]])
         elif kind == "expire_storing":
             words[0] = self._world.storing[words[0]].identity
-        elif kind not in ("wait", "end_quarantine"):
+        elif kind not in ("wait", "end_quarantine", "near_reuse"):
             words[0] = self._world.names[words[0]]
         if kind in _WITH_TOKENS:
             words[1] *= UNIT
@@ -89,7 +91,7 @@ class Story:
 
     @staticmethod
     def _name_of(lease: TransferLease) -> str:
-        return f"{lease.kind.value} {lease.job_id} of {lease.request.request_id}"
+        return f"{lease.kind.value} {lease.job_id} of {lease.request_id or 'free blocks'}"
 
     def _after(self, action: Action) -> list[str]:
         try:

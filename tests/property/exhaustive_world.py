@@ -16,6 +16,7 @@ import attrs
 from core_engine import UNIT, Engine, parts_of
 
 from umbp.fsm import (
+    BlocksDeferred,
     BlocksFilled,
     BoundaryOffered,
     ComputeAdmitted,
@@ -39,6 +40,7 @@ from umbp.fsm import (
     RequestContext,
     RequestFinished,
     RequestState,
+    ReuseNeared,
     TransferLease,
 )
 
@@ -62,6 +64,7 @@ class Bounds:
         loads: For each way to load, whether it is synchronous.
         stores: Whether blocks that fill are stored.
         boundaries: Whether boundaries are offered.
+        lazy: Whether stores may be put off, and blocks that nobody uses are stored.
         pins: Blocks that stores may pin.
         stalls: Whether a rank may be unable to end its part of a load.
         quarantine: Whether objects that failed to load are misses for a while; then a worker may
@@ -82,6 +85,7 @@ class Bounds:
     loads: Sequence[bool] = (False,)
     stores: bool = True
     boundaries: bool = False
+    lazy: bool = False
     pins: int = 100
     stalls: bool = False
     quarantine: bool = False
@@ -103,6 +107,7 @@ class Bounds:
             quarantine_s=2.0 if self.quarantine else 0.0,
             open_leases_max=self.leases,
             pinned_blocks_max=self.pins,
+            lazy_blocks_max=self.pins if self.lazy else 0,
         )
 
 
@@ -148,6 +153,8 @@ class World(Engine):
                 yield ("send", index)
                 continue
             yield from self._answers(index, lease)
+        if self.bounds.lazy and self.core.decline_lazy(1) is None:
+            yield ("near_reuse",)
         if self.bounds.resets:
             yield ("reset", False)
             yield ("reset", True)
@@ -221,6 +228,8 @@ class World(Engine):
                 span = self.core.filled_span(request, computed * UNIT)
                 if self.bounds.stores and span is not None and not self.core.decline(span):
                     yield ("fill", slot, computed)
+                if self.core.may_defer() and span is not None:
+                    yield ("defer", slot, computed)
             if self.bounds.boundaries and self.core.decline_boundary(request, 1) is None:
                 yield ("offer_boundary", slot)
 
@@ -307,6 +316,16 @@ class World(Engine):
         span = self.core.storable(self.core.filling[name], computed * UNIT)
         assert span is not None, "what is storable is in ``filling``"
         self.give(BlocksFilled(name, *span, self.parts(self.tables[name], *span)))
+
+    def defer(self, slot: int, computed: int) -> None:
+        name = self.names[slot]
+        span = self.core.filled_span(self.core.filling[name], computed * UNIT)
+        assert span is not None, "what is storable is in ``filling``"
+        self.give(BlocksDeferred(name, *span))
+
+    def near_reuse(self) -> None:
+        blocks = self._blocks()[:1]
+        self.give(ReuseNeared((LeasePart(0, HASHES[:1], tuple(blocks)),)))
 
     def offer_boundary(self, slot: int) -> None:
         name = self.names[slot]

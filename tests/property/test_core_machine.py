@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from umbp.fsm import (
+    BlocksDeferred,
     BlocksFilled,
     BoundaryOffered,
     ComputeAdmitted,
@@ -36,6 +37,7 @@ from umbp.fsm import (
     RequestContext,
     RequestFinished,
     RequestState,
+    ReuseNeared,
 )
 
 pytestmark = pytest.mark.pure
@@ -57,6 +59,7 @@ class CoreMachine(RuleBasedStateMachine):
         rank_count=st.integers(1, 3),
         open_leases_max=st.sampled_from([2, 100]),
         pinned_blocks_max=st.sampled_from([3, 100]),
+        lazy_blocks_max=st.sampled_from([0, 2, 100]),
         block_count=st.sampled_from([12, 40]),
     )
     def start(self, block_count: int, **limits: int) -> None:
@@ -173,6 +176,20 @@ class CoreMachine(RuleBasedStateMachine):
         if span is not None:
             parts = self.engine.parts(self.engine.tables[name], *span)
             assert self.engine.give(BlocksFilled(name, *span, parts))
+
+    @rule(name=names, computed=st.integers(0, PROMPT + UNIT))
+    def defer(self, name: str, computed: int) -> None:
+        request = self.core.filling.get(name)
+        span = self.core.filled_span(request, computed) if request is not None else None
+        if span is not None:
+            assert self.engine.give(BlocksDeferred(name, *span)) == self.core.may_defer()
+
+    @rule(count=blocks)
+    def near_reuse(self, count: int) -> None:
+        table = self.engine.take_blocks()
+        if table is not None:
+            may_store = count > 0 and self.core.decline_lazy(count) is None
+            assert self.engine.give(ReuseNeared(parts_of(table[:count]))) == may_store
 
     @rule(name=names, begin=blocks, end=blocks)
     def fill_anything(self, name: str, begin: int, end: int) -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from umbp.errors import IllegalTransition, UsageError
 from umbp.fsm import (
+    BlocksDeferred,
     BlocksFilled,
     BoundaryOffered,
     CancelTransfer,
@@ -41,6 +42,7 @@ from umbp.fsm import (
     ReleasePins,
     RequestFinished,
     RequestState,
+    ReuseNeared,
     StartLoad,
     StartLookup,
     StartStore,
@@ -154,7 +156,10 @@ def _same_request(request: Any, expected: Any) -> None:
 
 
 def _same_lease(lease: Any, expected: Any) -> None:
-    assert lease.request.state.name == expected.request.state
+    if expected.request is None:
+        assert lease.request is None
+    else:
+        assert lease.request.state.name == expected.request.state
     assert lease.deadline_s == expected.deadline_s
     assert (lease.state is not LeaseState.SUBMITTED) == expected.sent
     assert (lease.failed, lease.pinned) == (expected.failed, expected.pinned)
@@ -209,6 +214,19 @@ def fill(pair: Pair, name: str, low: int, high: int, flag: bool, number: int) ->
     pair.give(event, lambda: pair.model.fill(name, begin, end, low))
 
 
+def defer(pair: Pair, name: str, low: int, high: int, flag: bool, number: int) -> None:
+    begin = pair.core.requests[name].planned_tokens if name in pair.core.requests else 0
+    begin += UNIT * (number == 0)
+    end = begin + low * UNIT
+    pair.give(BlocksDeferred(name, begin, end), lambda: pair.model.defer(name, begin, end))
+
+
+def near_reuse(pair: Pair, name: str, low: int, high: int, flag: bool, number: int) -> None:
+    blocks = low % 4
+    event = ReuseNeared(_parts(blocks) if blocks else ())
+    pair.give(event, lambda: pair.model.near_reuse(blocks))
+
+
 def offer_boundary(pair: Pair, name: str, low: int, high: int, flag: bool, number: int) -> None:
     boundary, blocks = high * UNIT, low % 4
     event = BoundaryOffered(name, boundary, boundary, _parts(blocks) if blocks else ())
@@ -256,6 +274,8 @@ MOVES = {
         load,
         compute,
         fill,
+        defer,
+        near_reuse,
         offer_boundary,
         preempt,
         finish,
@@ -281,6 +301,8 @@ def what_comes_next(pair: Pair, name: str, low: int, high: int, flag: bool, numb
         act(pair, name, begin, end, flag, 4)
     elif request.state is RequestState.RUNNING and number == 0:
         offer_boundary(pair, name, low, high, flag, number)
+    elif request.state is RequestState.RUNNING and number < 3:
+        defer(pair, name, 1 + low % 2, high, flag, 1)
     elif request.state is RequestState.RUNNING:
         fill(pair, name, 1 + low % 2, high, flag, 1)
 
@@ -311,9 +333,14 @@ def _parts(count: int) -> tuple[LeasePart, ...]:
     st.integers(1, 3),
     st.sampled_from([2, 100]),
     st.sampled_from([3, 100]),
+    st.sampled_from([0, 2, 100]),
 )
 def test_the_core_agrees_with_a_plain_model(
-    steps: list[tuple[Any, ...]], rank_count: int, leases_max: int, blocks_max: int
+    steps: list[tuple[Any, ...]],
+    rank_count: int,
+    leases_max: int,
+    blocks_max: int,
+    lazy_max: int,
 ) -> None:
     pair = Pair(
         CoreLimits(
@@ -325,6 +352,7 @@ def test_the_core_agrees_with_a_plain_model(
             idle_timeout_s=100.0,
             open_leases_max=leases_max,
             pinned_blocks_max=blocks_max,
+            lazy_blocks_max=lazy_max,
         )
     )
     every_move = MOVES | {"next": what_comes_next, "work": work}

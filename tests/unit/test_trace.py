@@ -13,6 +13,7 @@ from test_cli import usage_error
 from umbp.cli.main import main
 from umbp.errors import IllegalTransition
 from umbp.fsm import (
+    BlocksDeferred,
     BlocksFilled,
     BoundaryOffered,
     ComputeAdmitted,
@@ -29,6 +30,7 @@ from umbp.fsm import (
     RankStalled,
     RankSucceeded,
     RequestFinished,
+    ReuseNeared,
 )
 from umbp.trace.codec import EVENTS, decode_event, encode_event
 from umbp.trace.perfetto import as_perfetto
@@ -135,6 +137,8 @@ EXAMPLES = (
     LoadAdmitted("a", 0, 64, PARTS, False),
     ComputeAdmitted("a", 16),
     BlocksFilled("a", 0, 64, PARTS),
+    BlocksDeferred("a", 0, 64),
+    ReuseNeared(PARTS),
     BoundaryOffered("a", 64, 64, (LeasePart(2, (), ()),)),
     Preempted("a"),
     RequestFinished("a"),

@@ -126,7 +126,7 @@ _COUNTERS: Final = (
         Kind.COUNTER,
         "stored_tokens_total",
         "tokens_stored",
-        "Tokens whose KV every rank has stored.",
+        "Tokens whose KV every rank has stored; under lazy offload see `lazy_blocks_total`.",
     ),
     _split(
         Kind.COUNTER,
@@ -181,6 +181,32 @@ _COUNTERS: Final = (
             "declined_boundary": "boundary",
             "declined_stale_epoch": "stale_epoch",
             "declined_barred": "barred",
+        },
+    ),
+    _one(
+        Kind.COUNTER,
+        "deferred_tokens_total",
+        "tokens_deferred",
+        "Tokens whose store was put off until KV memory is about to reuse their blocks.",
+    ),
+    _one(
+        Kind.COUNTER,
+        "lazy_stores_started_total",
+        "lazy_stores_started",
+        "Of the stores that were planned, those of blocks that were about to be reused.",
+    ),
+    _split(
+        Kind.COUNTER,
+        "lazy_blocks_total",
+        "result",
+        "Free blocks near their reuse: looked at, stored by every rank, or left to be reused, "
+        "because too few would be free or because of a limit; a look that leaves the same block "
+        "again counts again.",
+        {
+            "lazy_blocks_seen": "seen",
+            "lazy_blocks_stored": "stored",
+            "lazy_blocks_left_no_room": "left_no_room",
+            "lazy_blocks_left_limit": "left_limit",
         },
     ),
     _one(

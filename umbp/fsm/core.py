@@ -14,13 +14,13 @@ from typing import Any, Final, TypeAlias
 from umbp.errors import IllegalTransition, UsageError
 from umbp.fsm import commands, events
 from umbp.fsm.compile import build_machine, compile_dispatch, compile_steps
-from umbp.fsm.counters import CoreCounters, Decline
+from umbp.fsm.counters import CoreCounters
 from umbp.fsm.deadlines import DeadlineQueue
-from umbp.fsm.effects import store_free_blocks
-from umbp.fsm.lease import LeaseKind, LeasePart, LeaseState, TransferLease
+from umbp.fsm.lease import LeaseKind, LeaseState, TransferLease
 from umbp.fsm.limits import CoreLimits
 from umbp.fsm.quarantine import Quarantine
 from umbp.fsm.request import RequestContext, RequestState
+from umbp.fsm.store_rules import StoreRules
 from umbp.fsm.table import (
     LEASE_DEADLINES,
     LEASE_TABLE,
@@ -72,7 +72,7 @@ class LookupReply(enum.Enum):
     """The backend has not answered yet."""
 
 
-class Core:
+class Core(StoreRules):
     """The lifecycle of all requests and transfers of one engine.
 
     Attributes:
@@ -108,7 +108,6 @@ class Core:
         self.local_cache_tainted = False
         self.now_s = 0.0
         self._all_ranks = (1 << limits.rank_count) - 1
-        self._lazy_pins_max = min(limits.lazy_blocks_max, limits.pinned_blocks_max)
         self._table = compile_steps(_DISPATCH, _DEADLINES, limits)
         # No row leads to the state in which a lease is made.
         self._submitted_s: float = getattr(limits, LEASE_DEADLINES[_SUBMITTED].limit)
@@ -127,7 +126,7 @@ class Core:
             events.BoundaryOffered: self._on_request_event,
             events.Preempted: self._on_request_event,
             events.RequestFinished: self._on_request_event,
-            events.ReuseNeared: lambda event: store_free_blocks(self, event),
+            events.ReuseNeared: self._on_reuse_neared,
             events.LeaseSent: self._on_lease_sent,
             events.RankSucceeded: self._on_rank_answered,
             events.RankFailed: self._on_rank_answered,
@@ -209,136 +208,31 @@ class Core:
         request = self.requests.get(request_id)
         return request is None or not request.load_barred
 
-    def storable(self, request: RequestContext, computed_tokens: int) -> tuple[int, int] | None:
-        """Says which tokens of a request are to be stored now.
-
-        Args:
-            request: A context out of ``filling``.
-            computed_tokens: Tokens whose KV is in its blocks once the step being planned has run.
-
-        Returns:
-            ``(begin, end)``, multiples of the unit, for ``BlocksFilled``; None for nothing now.
-        """
-        span = self.filled_span(request, computed_tokens)
-        if span is None:
-            return None
-        decline = self.decline(span)
-        if decline == "declined_pin_limit":
-            # As much of it as may be pinned: the span only grows while it is put off.
-            shorter = self._within_pin_limit(span)
-            if shorter is not None:
-                return shorter
-        if decline is not None:
-            self.counters.count(decline)
-            return None
-        return span
-
-    def may_defer(self) -> bool:
-        """Says whether what is computed now may be stored once its blocks are about to be reused.
-
-        Not while the engine's own cache may hold the same KV from before a reset: the two cannot be
-        told apart later. Nor while a synchronous load is open, which may yet turn out to have
-        failed.
-        """
-        lazy = self.limits.lazy_blocks_max > 0
-        return lazy and not self.local_cache_tainted and not self.sync_loads
-
-    def lazy_room(self) -> int:
-        """Returns how many blocks about to be reused may be stored now; counts why none may."""
-        decline = self.decline_lazy(1)
-        if decline is not None:
-            self.counters.count(decline)
-            return 0
-        return self._lazy_pins_max - self.pinned_blocks
-
-    def _within_pin_limit(self, span: tuple[int, int]) -> tuple[int, int] | None:
-        begin, end = span
-        room = self.limits.pinned_blocks_max - self.pinned_blocks
-        units = math.floor(room / self.limits.blocks_per_unit)
-        end = min(end, begin + units * self.limits.unit_tokens)
-        return (begin, end) if end > begin else None
-
     # ------------------------------------------------------------ for the effects
-
-    def filled_span(self, request: RequestContext, computed_tokens: int) -> tuple[int, int] | None:
-        """Returns the tokens of a request that are computed and not stored yet, in whole units."""
-        if request.state is not _RUNNING or request.epoch != self.epoch:
-            return None
-        end = min(computed_tokens, request.store_end_tokens)
-        end -= end % self.limits.unit_tokens
-        if end <= request.planned_tokens or request.store_barred:
-            return None
-        return request.planned_tokens, end
-
-    def decline(self, span: tuple[int, int]) -> Decline | None:
-        """Says why a span of tokens ``(begin, end)`` cannot be stored now; None if it can."""
-        decline = self._decline_transfer()
-        if decline is not None:
-            return decline
-        units = (span[1] - span[0]) // self.limits.unit_tokens
-        return self._decline_pins(math.ceil(units * self.limits.blocks_per_unit))
-
-    def decline_boundary(self, request: RequestContext, block_count: int) -> Decline | None:
-        """Says why a boundary of a request cannot be stored now; None if it can."""
-        if request.state is not _RUNNING or request.epoch != self.epoch or request.store_barred:
-            return "declined_boundary"
-        return self._decline_transfer() or self._decline_pins(block_count)
-
-    def may_store_boundary(self, request: RequestContext, block_count: int) -> bool:
-        """Says whether ``BoundaryOffered`` is legal for so many blocks, and counts why not."""
-        decline = self.decline_boundary(request, block_count)
-        if decline is not None:
-            self.counters.count(decline)
-        return decline is None
-
-    def decline_lazy(self, block_count: int) -> Decline | None:
-        """Says why so many blocks that no request uses cannot be stored now; None if they can."""
-        if self.local_cache_tainted:
-            return "declined_tainted"
-        decline = self._decline_transfer()
-        if decline is None and self.pinned_blocks + block_count > self._lazy_pins_max:
-            decline = "declined_pin_limit"
-        return decline
-
-    def _decline_transfer(self) -> Decline | None:
-        if self.sync_loads:
-            return "declined_sync_load"
-        if len(self.leases) >= self.limits.open_leases_max:
-            return "declined_lease_limit"
-        return None
-
-    def _decline_pins(self, block_count: int) -> Decline | None:
-        if self.pinned_blocks + block_count > self.limits.pinned_blocks_max:
-            return "declined_pin_limit"
-        return None
 
     def open_lease(
         self,
-        request: RequestContext | None,
+        request: RequestContext,
         kind: LeaseKind,
-        parts: tuple[LeasePart, ...],
+        event: "events.LoadAdmitted | events.BlocksFilled | events.BoundaryOffered",
         block_count: int,
-        span: tuple[int, int] = (0, 0),
     ) -> TransferLease:
-        """Makes the lease of an event that moves ``block_count`` blocks, of a span of tokens."""
+        """Makes the lease of an event that moves ``block_count`` blocks."""
         job_id = self.next_id()
-        generation, epoch = None, self.epoch
-        if request is not None:
-            generation, epoch = request.generation, request.epoch
-            request.open_leases += 1
         lease = TransferLease(
             job_id,
             request,
-            generation,
+            request.generation,
             kind,
-            epoch,
-            parts,
+            request.epoch,
+            event.parts,
             block_count,
-            span[0],
-            span[1],
+            event.begin_tokens,
+            event.end_tokens,
             self._all_ranks,
         )
         self.leases[job_id] = lease
+        request.open_leases += 1
         self.deadlines.set(lease, self.now_s + self._submitted_s)
         return lease
 
@@ -409,6 +303,23 @@ class Core:
         self._fire(request, event)
         if request.state is _STORING and not request.open_leases:
             self._drain(request)
+
+    def _on_reuse_neared(self, event: events.ReuseNeared) -> None:
+        # The lease is kept only if the event is legal.
+        lease = TransferLease(
+            self.next_id(),
+            None,
+            None,
+            LeaseKind.STORE,
+            self.epoch,
+            event.parts,
+            0,
+            0,
+            0,
+            self._all_ranks,
+        )
+        self._fire(lease, event)
+        self.leases[lease.job_id] = lease
 
     def _on_lease_sent(self, event: events.LeaseSent) -> None:
         lease = self.leases.get(event.job_id)

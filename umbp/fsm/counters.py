@@ -11,7 +11,7 @@ Decline: TypeAlias = Literal[
     "declined_lease_limit",
     "declined_pin_limit",
     "declined_boundary",
-    "declined_tainted",
+    "declined_stale_epoch",
 ]
 """Why a store that is due is not planned now: the name of the counter."""
 
@@ -46,11 +46,11 @@ class CoreCounters:
         epochs_raised: Resets.
         declined_lease_limit: Stores not planned because too many transfers are open.
         declined_pin_limit: Stores not planned because they would pin too many blocks.
-        declined_stale_epoch: Lives whose stores ended because of a reset.
+        declined_stale_epoch: Lives whose stores ended because of a reset; and stores of free blocks
+            that may be from before it.
         declined_barred: Lives whose KV must not be stored.
         declined_sync_load: Stores put off because a synchronous load is open.
         declined_boundary: Boundaries not stored because the life that reached them may not store.
-        declined_tainted: Blocks about to be reused that may be from before the last reset.
     """
 
     lookups: int = 0
@@ -81,7 +81,6 @@ class CoreCounters:
     declined_barred: int = 0
     declined_sync_load: int = 0
     declined_boundary: int = 0
-    declined_tainted: int = 0
 
     def count(self, decline: Decline) -> None:
         """Counts a store that was not planned."""

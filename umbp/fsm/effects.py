@@ -111,8 +111,7 @@ def start_load(core: "Core", request: RequestContext, event: events.LoadAdmitted
             f"{request.local_tokens} to {found_tokens} were found"
         )
     block_count = _count_blocks(core, request, event)
-    span = (event.begin_tokens, event.end_tokens)
-    lease = core.open_lease(request, _LOAD, event.parts, block_count, span)
+    lease = core.open_lease(request, _LOAD, event, block_count)
     lease.synchronous = event.synchronous
     request.load_job_id = lease.job_id
     request.hit = None
@@ -135,21 +134,21 @@ def _count_blocks(
         raise UsageError(
             f"{request.identity}: {span} are no whole number of units of {core.limits.unit_tokens}"
         )
-    return _count_parts(event.parts, f"{request.identity}, {span}")
+    return _count_parts(event.parts, request.identity, f" for {span}")
 
 
-def _count_parts(parts: Sequence[LeasePart], what: str) -> int:
+def _count_parts(parts: Sequence[LeasePart], owner: str, what: str = "") -> int:
     count = 0
     for part in parts:
         blocks = len(part.block_ids)
         if not blocks or blocks != len(part.block_hashes):
             raise UsageError(
-                f"{what}: {blocks} blocks and {len(part.block_hashes)} hashes of group "
-                f"{part.group_index}"
+                f"{owner}: {blocks} blocks and {len(part.block_hashes)} hashes of group "
+                f"{part.group_index}{what}"
             )
         count += blocks
     if not count:
-        raise UsageError(f"{what}: no blocks")
+        raise UsageError(f"{owner}: no blocks{what}")
     return count
 
 
@@ -182,7 +181,7 @@ def start_store(core: "Core", request: RequestContext, event: events.BlocksFille
             f"storable now"
         )
     block_count = _count_blocks(core, request, event)
-    lease = core.open_lease(request, _STORE, event.parts, block_count, span)
+    lease = core.open_lease(request, _STORE, event, block_count)
     request.planned_tokens = event.end_tokens
     _pin(core, lease)
     core.counters.stores_started += 1
@@ -209,26 +208,9 @@ def store_boundary(core: "Core", request: RequestContext, event: events.Boundary
     decline = core.decline_boundary(request, block_count)
     if decline:
         raise UsageError(f"{request.identity}: boundary {event.end_tokens} is {decline}")
-    span = (event.begin_tokens, event.end_tokens)
-    lease = core.open_lease(request, _STORE, event.parts, block_count, span)
+    lease = core.open_lease(request, _STORE, event, block_count)
     _pin(core, lease)
     core.counters.stores_started += 1
-    core.emit(commands.StartStore(lease))
-
-
-def store_free_blocks(core: "Core", event: events.ReuseNeared) -> None:
-    """Opens a store lease for blocks that no request uses.
-
-    It moves no request, and so is no row of a table.
-    """
-    block_count = _count_parts(event.parts, "blocks about to be reused")
-    decline = core.decline_lazy(block_count)
-    if decline:
-        raise UsageError(f"{block_count} blocks about to be reused are {decline}")
-    lease = core.open_lease(None, _STORE, event.parts, block_count)
-    _pin(core, lease)
-    core.counters.stores_started += 1
-    core.counters.lazy_stores_started += 1
     core.emit(commands.StartStore(lease))
 
 
@@ -295,6 +277,19 @@ def forget_request(core: "Core", request: RequestContext, event: events.Forgotte
 
 
 # ---------------------------------------------------------------- leases
+
+
+def store_free_blocks(core: "Core", lease: TransferLease, event: events.ReuseNeared) -> None:
+    """Holds blocks that no request uses, and stores them."""
+    block_count = _count_parts(event.parts, lease.identity)
+    decline = core.decline_lazy(block_count)
+    if decline:
+        raise UsageError(f"{lease.identity}: {block_count} blocks are {decline}")
+    lease.block_count = block_count
+    _pin(core, lease)
+    core.counters.stores_started += 1
+    core.counters.lazy_stores_started += 1
+    core.emit(commands.StartStore(lease))
 
 
 def stall_lease(core: "Core", lease: TransferLease, _: events.LeaseExpired) -> None:

@@ -45,4 +45,4 @@ class CoreLimits:
     quarantine_s: float = 0.0
     open_leases_max: int = attrs.field(default=4096, validator=_positive)
     pinned_blocks_max: int = attrs.field(default=1 << 40, validator=_positive)
-    lazy_blocks_max: int = 0
+    lazy_blocks_max: int = attrs.field(default=0, validator=attrs.validators.ge(0))

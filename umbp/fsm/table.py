@@ -142,6 +142,8 @@ _L = LeaseState
 _SENT: Final = (_L.IN_FLIGHT, _L.STALLED)
 
 LEASE_TABLE: Final = (
+    # A lease begins in its first state: one of a request by a row above, one of none by this.
+    Row(events.ReuseNeared, (_L.SUBMITTED,), _L.SUBMITTED, effects.store_free_blocks),
     Row(events.LeaseSent, (_L.SUBMITTED,), _L.IN_FLIGHT),
     Row(events.RankAnswered, _SENT, STAY),
     Row(events.AllRanksSucceeded, _SENT, _L.SETTLED, effects.settle_lease),
