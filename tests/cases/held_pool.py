@@ -30,6 +30,7 @@ class HeldPool:
         holds_loads: Loads wait for ``release``.
         holds_stores: Stores wait for ``release``.
         failing_loads: How many of the loads to come fail, after spoiling what they would fill.
+        failing_stores: How many of the stores to come fail, untried.
         is_mute: Nothing that has ended is answered.
         claims_all: Every lookup finds everything.
         loads: Every load that was asked for.
@@ -54,6 +55,7 @@ class HeldPool:
         self.holds_loads = False
         self.holds_stores = False
         self.failing_loads = 0
+        self.failing_stores = 0
         self.is_mute = False
         self.claims_all = False
         self.loads: list[TransferJob] = []
@@ -85,7 +87,11 @@ class HeldPool:
 
     def store(self, job: TransferJob) -> None:
         self.stores.append(job)
-        self._take("store", job, self.holds_stores)
+        if self.failing_stores:
+            self.failing_stores -= 1
+            self._results.append(JobResult(job.job_id, TransferOutcome.NOT_ATTEMPTED))
+        else:
+            self._take("store", job, self.holds_stores)
 
     def _take(self, kind: str, job: TransferJob, is_held: bool) -> None:
         if is_held:

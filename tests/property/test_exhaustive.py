@@ -77,8 +77,8 @@ def _brief(row: tuple[Any, type[Any], Any]) -> str:
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_core_is_found_by_the_shortest_way(name: str) -> None:
     broken = BROKEN[name]
+    bounds = Bounds(requests=1, stalls=True, lazy="free" in name)
     with pytest.raises(Counterexample) as caught:
-        bounds = Bounds(requests=1, stalls=True, lazy="free" in name)
         search(Lifecycle(bounds, broken.make_core), 20_000)
     assert broken.says in str(caught.value)
     assert len(caught.value.path) == broken.steps
