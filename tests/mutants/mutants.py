@@ -12,6 +12,7 @@ import attrs
 
 SEARCH: Final = "tests/property/test_exhaustive.py"
 SCHEDULER: Final = "tests/property/test_scheduler_machine.py"
+LAZY: Final = "tests/unit/connector/test_lazy.py"
 
 
 @attrs.frozen
@@ -179,5 +180,46 @@ MUTANTS: Final = (
         "            return None\n",
         "        if request.state is not _RUNNING:\n            return None\n",
         (SEARCH, SCHEDULER),
+    ),
+    Mutant(
+        "free blocks are given back when the workers have heard of their store",
+        "umbp/fsm/core.py",
+        '            raise UsageError(f"transfer {event.job_id} is not open")\n'
+        "        self._fire(lease, event)\n",
+        '            raise UsageError(f"transfer {event.job_id} is not open")\n'
+        "        self._fire(lease, event)\n"
+        "        if lease.request is None:\n"
+        "            lease.pinned = False\n"
+        "            self.pinned_blocks -= lease.block_count\n"
+        "            self.emit(commands.ReleasePins(lease))\n",
+        (SEARCH, SCHEDULER),
+    ),
+    Mutant(
+        "a free block is stored under the hash that it had when it was noted",
+        "umbp/connector/lazy.py",
+        "        key: bytes | None = block.block_hash\n",
+        "        key = next((key for key, at in noted.items() if at == block_id), None)\n",
+        (SCHEDULER, LAZY),
+    ),
+    Mutant(
+        "any free block of a hash that was noted is stored",
+        "umbp/connector/lazy.py",
+        "        if noted.get(key) == block_id:\n",
+        "        if key in noted:\n",
+        (LAZY,),
+    ),
+    Mutant(
+        "free blocks from before a reset are stored after it",
+        "umbp/fsm/store_rules.py",
+        '        if self.local_cache_tainted:\n            return "declined_stale_epoch"\n',
+        "",
+        (SEARCH,),
+    ),
+    Mutant(
+        "blocks that admitted requests count on are pinned",
+        "umbp/connector/lazy.py",
+        "get_num_free_blocks()) - owed_blocks - self._ahead\n",
+        "get_num_free_blocks())\n",
+        (LAZY,),
     ),
 )

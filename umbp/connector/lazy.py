@@ -51,11 +51,13 @@ def spare_blocks(vllm_config: Any, kv_cache_config: Any) -> int:
     vLLM waits with a request that finds too few free blocks; were they pinned by a store that does
     not end, it would wait for ever.
     """
-    needed = 1  # The null block.
+    blocks = int(kv_cache_config.num_blocks)
+    # The null block, and what vLLM wants to be free still when it admits a request.
+    needed = 1 + int(vllm_config.scheduler_config.watermark * blocks)
     for group in kv_cache_config.kv_cache_groups:
         spec = group.kv_cache_spec
         needed += -(-spec.max_memory_usage_bytes(vllm_config) // spec.page_size_bytes) + 1
-    return max(0, int(kv_cache_config.num_blocks) - needed)
+    return max(0, blocks - needed)
 
 
 @attrs.define

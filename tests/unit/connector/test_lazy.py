@@ -336,8 +336,12 @@ def test_what_the_longest_request_needs_is_not_to_spare() -> None:
         groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
         return SimpleNamespace(num_blocks=blocks, kv_cache_groups=groups)
 
-    assert spare_blocks(None, config(100)) == 100 - 1 - 21 - 6
-    assert spare_blocks(None, config(20)) == 0
+    def engine(watermark: float) -> Any:
+        return SimpleNamespace(scheduler_config=SimpleNamespace(watermark=watermark))
+
+    assert spare_blocks(engine(0.0), config(100)) == 100 - 1 - 21 - 6
+    assert spare_blocks(engine(0.05), config(100)) == 100 - 1 - 21 - 6 - 5
+    assert spare_blocks(engine(0.0), config(20)) == 0
 
 
 def test_the_core_refuses_more_than_it_said() -> None:
