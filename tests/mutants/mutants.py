@@ -218,7 +218,7 @@ MUTANTS: Final = (
     Mutant(
         "blocks that admitted requests count on are pinned",
         "umbp/connector/lazy.py",
-        "get_num_free_blocks()) - owed_blocks - self._ahead\n",
+        "get_num_free_blocks()) - owed_blocks - self._step\n",
         "get_num_free_blocks())\n",
         (LAZY,),
     ),

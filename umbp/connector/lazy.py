@@ -4,7 +4,7 @@
 vLLM keeps the blocks that no request uses in a queue, in the order in which it will hand them out
 again. Blocks near the front of it whose store was put off are stored now: they are pinned, which
 takes them out of the queue and keeps their hash, so that a request may share them meanwhile; and
-once every rank has answered they go back to the front.
+once every rank has answered they go back to their place.
 
 Nothing here knows what the backend holds. What is noted is a block whose store was put off: the
 block, and the hash that it was computed for. It is stored only while vLLM, too, says that this
@@ -12,7 +12,7 @@ block has this hash; a note that nobody can use any more costs a miss at most.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import attrs
@@ -23,7 +23,13 @@ from vllm.v1.core.kv_cache_utils import (
 )
 
 from umbp.connector.groups import Group
-from umbp.fsm import Core, LeasePart, ReuseNeared
+from umbp.fsm import Core, LeasePart, ReuseNeared, TransferLease
+
+_STEPS_AHEAD: Final = 4
+"""Steps that a store may take before the blocks that are stored already run out."""
+
+_SHARE: Final = 4
+"""At most one block in so many is kept stored and free."""
 
 _QUIET_STEPS_MAX: Final = 32
 """Steps that may go by without a look at the queue. A block that leaves it and comes back within
@@ -78,27 +84,34 @@ class LazyCounters:
 class LazyStores:
     """Blocks whose store was put off, and a watch over vLLM's queue of free blocks.
 
+    It keeps so many blocks at the front of the queue, or on their way back to it, that need not be
+    stored any more, as some steps may take. What is on its way counts: to look beyond it would pin
+    more and more while stores are slow, and leave to the next steps what is used more often.
+
     Args:
         core: The lifecycle.
         block_pool: vLLM's ``BlockPool``.
-        ahead_blocks: Blocks that one step may take.
+        step_blocks: Blocks that one step may take.
 
     Attributes:
         counters: What was looked at, and what was left there.
     """
 
-    def __init__(self, core: Core, block_pool: Any, ahead_blocks: int) -> None:
+    def __init__(self, core: Core, block_pool: Any, step_blocks: int) -> None:
         self._core = core
         self._pool = block_pool
-        self._ahead = ahead_blocks
+        self._step = step_blocks
+        share = block_pool.num_gpu_blocks // _SHARE
+        self._target = max(step_blocks, min(_STEPS_AHEAD * step_blocks, share))
         self._epoch = core.epoch
         # By vLLM's hash with its group: the block that was computed for it.
         self._noted: dict[bytes, int] = {}
-        # A block that lies behind at least ``ahead`` others that need not be stored. While it is
-        # free, so do they.
+        # The queue is as it was, as far as that matters, while this block has not been handed out.
         self._mark: Any = None
         # The last block of the queue, where the last look has reached it.
         self._last: Any = None
+        # The first block that the last look did not reach, or left.
+        self._beyond: Any = None
         self._quiet_steps = 0
         self.counters = LazyCounters()
 
@@ -126,11 +139,32 @@ class LazyStores:
             return None
         room = self._room(owed_blocks, len(found))
         if room < len(found):
-            # The next look must not pass them over.
+            # The next look must not pass them over, nor may what is stored be reused after them.
             self._mark = None
+            self._beyond = self._pool.blocks[found[room][1]]
         if room <= 0:
             return None
         return ReuseNeared(self._parts(found[:room]))
+
+    def put_back(self, lease: TransferLease) -> None:
+        """Puts blocks that are free again where they were in the queue: before what is not stored.
+
+        vLLM has put them at its end, as if they had been used just now.
+        """
+        queue, beyond = self._pool.free_block_queue, self._beyond
+        blocks = [self._pool.blocks[block] for part in lease.parts for block in part.block_ids]
+        free = [block for block in blocks if not block.ref_cnt and block.block_hash is not None]
+        for block in free:
+            queue.remove(block)
+        if beyond is None or beyond.ref_cnt or beyond.prev_free_block is None:
+            queue.prepend_n(free)
+            return
+        before = beyond.prev_free_block
+        for block in free:
+            before.next_free_block, block.prev_free_block = block, before
+            before = block
+        before.next_free_block, beyond.prev_free_block = beyond, before
+        queue.num_free_blocks += len(free)
 
     # ------------------------------------------------------------ the queue
 
@@ -152,22 +186,27 @@ class LazyStores:
     def _look(self) -> list[tuple[bytes, int]]:
         """Returns (hash with group, block id) of what is to be stored, in order of reuse.
 
-        It looks twice as far as one step may reach, so that it need not look again in every step.
+        It looks further by what one step may take, so that it need not look in every step.
         """
-        found, count, block = [], 0, None
+        depth = max(self._step, self._target + self._step - self._core.pinned_blocks)
+        queue = self._pool.free_block_queue
+        blocks = list(itertools.islice(queue.iter_blocks_after(None), depth))
+        found, stored = [], 0
         self._mark = None
-        for count, block in enumerate(self._first_free(2 * self._ahead), 1):
-            if count == self._ahead:
-                self._mark = block
+        for block in blocks:
             key = self._noted_hash(block)
             if key is not None:
                 found.append((key, block.block_id))
-        self._last = block if count < 2 * self._ahead else None
-        self.counters.lazy_blocks_seen += count
+                continue
+            stored += 1
+            if stored == self._step:
+                self._mark = block
+        beyond = blocks[-1].next_free_block if blocks else queue.fake_free_list_tail
+        is_whole = beyond is queue.fake_free_list_tail
+        self._beyond = None if is_whole else beyond
+        self._last = beyond.prev_free_block if is_whole else None
+        self.counters.lazy_blocks_seen += len(blocks)
         return found
-
-    def _first_free(self, count: int) -> Iterator[Any]:
-        return itertools.islice(self._pool.free_block_queue.iter_blocks_after(None), count)
 
     def _noted_hash(self, block: Any) -> bytes | None:
         """Returns the hash that this block has now and that it was noted for, if any."""
@@ -185,7 +224,7 @@ class LazyStores:
 
     def _room(self, owed_blocks: int, wanted: int) -> int:
         """Returns how many of the blocks that are wanted may be stored; counts those that not."""
-        free = int(self._pool.get_num_free_blocks()) - owed_blocks - self._ahead
+        free = int(self._pool.get_num_free_blocks()) - owed_blocks - self._step
         limit = self._core.lazy_room()
         room = max(0, min(free, limit))
         if room < wanted and limit <= free:

@@ -30,21 +30,7 @@ class BlockPins:
         vLLM evicts in the order in which blocks are freed, and wants the tail of a prefix gone
         before its head.
         """
-        blocks = self._blocks(lease)
-        self._pool.free_blocks(reversed(blocks))
-        if lease.request is None:
-            self._to_front(blocks)
-
-    def _to_front(self, blocks: Iterable[Any]) -> None:
-        """Lets vLLM reuse blocks first that are free, in the order in which it was about to.
-
-        They were next before they were stored, and need not be stored again.
-        """
-        queue = self._pool.free_block_queue
-        free = [block for block in blocks if not block.ref_cnt]
-        for block in free:
-            queue.remove(block)
-        queue.prepend_n(free)
+        self._pool.free_blocks(reversed(self._blocks(lease)))
 
     def holds_alone(self, lease: TransferLease) -> bool:
         """Says whether some block of a lease would be free if the lease were released."""

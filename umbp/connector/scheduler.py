@@ -154,8 +154,8 @@ class SchedulerSide:
             )
         lazy = None
         if self._lazy_step_tokens is not None:
-            ahead_blocks = step_blocks(rules.groups, self._lazy_step_tokens)
-            lazy = LazyStores(self.core, block_pool, ahead_blocks)
+            step = step_blocks(rules.groups, self._lazy_step_tokens)
+            lazy = LazyStores(self.core, block_pool, step)
         self._bound_parts = _Bound(
             rules,
             BlockPins(block_pool),
@@ -391,6 +391,8 @@ class SchedulerSide:
                     self._outbox.cancel(lease.job_id)
                 case ReleasePins(lease=lease):
                     pins.release(lease)
+                    if lease.request is None and self._bound.lazy is not None:
+                        self._bound.lazy.put_back(lease)
 
     # ------------------------------------------------------------ lookups
 

@@ -26,8 +26,11 @@ from umbp.fsm import (
     TransferLease,
 )
 
-AHEAD = 3
-BLOCKS = 21
+STEP = 3
+"""Blocks that a step may take."""
+BLOCKS = 25
+REACH = BLOCKS // 4 + STEP
+"""Blocks that a look goes through while nothing is being stored."""
 
 
 def hash_of(block_id: int) -> bytes:
@@ -45,7 +48,7 @@ class Memory:
         self.core = Core(CoreLimits(unit_tokens=4, **{"lazy_blocks_max": 100} | limits))
         self.pool = BlockPool(BLOCKS, True, 4)
         self.pins = BlockPins(self.pool)
-        self.lazy = LazyStores(self.core, self.pool, AHEAD)
+        self.lazy = LazyStores(self.core, self.pool, STEP)
 
     @property
     def order(self) -> list[int]:
@@ -88,6 +91,7 @@ class Memory:
         answer = RankSucceeded if succeeded else RankFailed
         (command,) = self.core.step(answer(lease.job_id, 0), 0.0)
         self.pins.release(command.lease)
+        self.lazy.put_back(command.lease)
 
     def use(self, count: int) -> list[int]:
         """Has a request that goes on take blocks."""
@@ -110,29 +114,29 @@ def memory() -> Memory:
 
 
 def test_the_next_blocks_are_due_in_the_order_of_their_reuse(memory: Memory) -> None:
-    assert memory.due() == memory.order[: 2 * AHEAD]
+    assert memory.due() == memory.order[:REACH]
 
 
 def test_blocks_that_nobody_noted_are_left() -> None:
     memory = Memory()
     memory.compute(10, note=False)
     noted = memory.compute(10)
-    memory.use(7)
-    assert memory.due() == noted[:3]
+    memory.use(BLOCKS - 1 - 10 - 3)
+    assert memory.due() == noted[: REACH - 3]
 
 
 def test_blocks_without_a_hash_are_left(memory: Memory) -> None:
     memory.pool.evict_blocks({memory.order[0]})
-    assert memory.due() == memory.order[1 : 2 * AHEAD]
+    assert memory.due() == memory.order[1:REACH]
 
 
 def test_nothing_is_due_while_the_front_of_the_queue_is_unused() -> None:
     memory = Memory()
-    memory.compute(BLOCKS - 1 - 2 * AHEAD)
+    memory.compute(BLOCKS - 1 - REACH)
     assert memory.due() == []
     assert memory.use(1) == [memory.order[0] - 1]
     assert memory.due() == [], "a mark lies between"
-    memory.use(AHEAD - 1)
+    memory.use(STEP - 1)
     assert memory.due() == [1, 2, 3], "the rest of the unused have not been reached"
 
 
@@ -149,7 +153,7 @@ def test_another_block_of_the_same_hash_is_left(memory: Memory) -> None:
     first, other = (memory.pool.blocks[block_id] for block_id in memory.order[:2])
     memory.pool.evict_blocks({first.block_id, other.block_id})
     memory.cache(other, hash_of(first.block_id))
-    assert memory.due() == memory.order[2 : 2 * AHEAD]
+    assert memory.due() == memory.order[2:REACH]
 
 
 def test_a_page_is_stored_under_the_end_of_a_prompt_inside_it() -> None:
@@ -157,7 +161,7 @@ def test_a_page_is_stored_under_the_end_of_a_prompt_inside_it() -> None:
     (page,) = memory.compute(1, note=False)
     memory.cache(memory.pool.blocks[page], b"%032d" % 500)
     memory.lazy.note([LeasePart(0, (b"%032d" % 500,), (page,))])
-    memory.use(BLOCKS - 1 - AHEAD - 1)
+    memory.use(BLOCKS - 1 - STEP - 1)
     event = memory.lazy.due(0)
     assert event is not None
     assert event.parts[0].block_hashes == (b"%032d" % 500,)
@@ -166,24 +170,55 @@ def test_a_page_is_stored_under_the_end_of_a_prompt_inside_it() -> None:
 def test_groups_are_told_apart() -> None:
     memory = Memory()
     memory.compute(3, group=2)
-    memory.compute(17, group=0)
+    memory.compute(BLOCKS - 1 - 3, group=0)
     event = memory.lazy.due(0)
     assert event is not None
-    assert [(part.group_index, len(part.block_ids)) for part in event.parts] == [(0, 3), (2, 3)]
+    assert [(part.group_index, len(part.block_ids)) for part in event.parts] == [(0, 6), (2, 3)]
     assert event.parts[1].block_hashes == tuple(map(hash_of, (1, 2, 3)))
 
 
 # ---------------------------------------------------------------- pins
 
 
-def test_what_is_being_stored_cannot_be_reused_and_goes_back_to_the_front(memory: Memory) -> None:
-    first = memory.order[: 2 * AHEAD]
+def test_what_is_being_stored_cannot_be_reused_and_goes_back_to_its_place(
+    memory: Memory,
+) -> None:
+    order = memory.order
     lease = memory.store()
-    assert set(first).isdisjoint(memory.order)
-    assert set(first).isdisjoint(memory.use(5))
+    assert ids_of(lease.parts) == order[:REACH]
+    assert memory.order == order[REACH:]
     memory.end(lease)
-    assert memory.order[: 2 * AHEAD] == first
+    assert memory.order == order
     assert memory.due() == [], "what comes next is stored"
+
+
+def test_what_is_on_its_way_counts_as_stored(memory: Memory) -> None:
+    order = memory.order
+    memory.store()
+    assert memory.due() == order[REACH : REACH + STEP], "and not as far as if nothing were stored"
+
+
+def test_what_was_stored_is_reused_before_what_was_not(memory: Memory) -> None:
+    order = memory.order
+    first = memory.store()
+    memory.use(STEP)
+    second = memory.store()
+    memory.end(second)
+    memory.end(first)
+    stored = {*ids_of(first.parts), *ids_of(second.parts)}
+    assert set(memory.order[: len(stored)]) == stored
+    assert memory.order[len(stored) :] == [
+        one for one in order if one in memory.order[len(stored) :]
+    ]
+
+
+def test_it_goes_to_the_front_when_its_place_was_reused(memory: Memory) -> None:
+    lease = memory.store()
+    memory.use(1)
+    memory.end(lease)
+    assert memory.order[:REACH] == ids_of(lease.parts)
+    assert len(memory.order) == memory.pool.get_num_free_blocks() == BLOCKS - 2
+    assert memory.use(REACH) == ids_of(lease.parts)
 
 
 def test_a_store_that_failed_is_not_tried_again(memory: Memory) -> None:
@@ -212,14 +247,14 @@ def test_a_block_that_a_request_shares_stays_in_use_when_its_store_has_ended(
 def test_so_many_stay_free_as_a_step_may_take() -> None:
     memory = Memory()
     memory.compute(BLOCKS - 1)
-    memory.use(BLOCKS - 1 - AHEAD - 2)
+    memory.use(BLOCKS - 1 - STEP - 2)
     assert len(memory.due()) == 2
     assert memory.lazy.counters.lazy_blocks_left_no_room == 3
     assert memory.due(owed=2) == []
 
 
 def test_blocks_that_admitted_requests_count_on_stay_free(memory: Memory) -> None:
-    assert len(memory.due(owed=BLOCKS - 1 - AHEAD - 1)) == 1
+    assert len(memory.due(owed=BLOCKS - 1 - STEP - 1)) == 1
     assert memory.due(owed=100) == []
 
 
@@ -229,22 +264,22 @@ def test_the_limit_of_pins_holds() -> None:
     lease = memory.store()
     assert lease.block_count == 4
     assert memory.due() == []
-    assert memory.lazy.counters.lazy_blocks_left_limit == 2 + 6
+    assert memory.lazy.counters.lazy_blocks_left_limit == (REACH - 4) + (REACH - 4)
     assert memory.core.counters.declined_pin_limit == 1
     memory.end(lease)
-    assert len(memory.due()) == 2, "the others are at the front, stored"
+    assert memory.due() == [5, 6, 7, 8], "the others are at the front, stored"
 
 
 def test_nothing_is_due_while_too_many_transfers_are_open() -> None:
     memory = Memory(open_leases_max=1)
     memory.compute(BLOCKS - 1)
     lease = memory.store()
-    memory.use(AHEAD)
+    memory.use(STEP)
     assert memory.due() == []
     assert memory.core.counters.declined_lease_limit > 0
     memory.end(lease)
-    memory.use(AHEAD)
-    assert len(memory.due()) == AHEAD
+    memory.use(STEP)
+    assert memory.due() == [REACH + STEP + 1, REACH + STEP + 2, REACH + STEP + 3]
 
 
 # ---------------------------------------------------------------- resets
@@ -273,9 +308,9 @@ def test_a_queue_that_has_not_moved_is_not_looked_at_again() -> None:
     memory.compute(10)
     assert memory.due() == []
     seen = memory.lazy.counters.lazy_blocks_seen
-    assert seen == 2 * AHEAD
+    assert seen == REACH
     memory.due()
-    memory.use(AHEAD - 1)
+    memory.use(STEP - 1)
     memory.due()
     assert memory.lazy.counters.lazy_blocks_seen == seen
     memory.use(1)
@@ -286,7 +321,7 @@ def test_a_queue_that_has_not_moved_is_not_looked_at_again() -> None:
 def test_a_short_queue_is_looked_at_when_it_grows() -> None:
     memory = Memory()
     memory.compute(20, note=False)
-    used = memory.pool.get_new_blocks(16)
+    used = memory.pool.get_new_blocks(BLOCKS - 1 - 4)
     memory.note([used[0].block_id])
     memory.due()
     seen = memory.lazy.counters.lazy_blocks_seen
@@ -304,7 +339,7 @@ def test_it_looks_again_some_time() -> None:
     memory.compute(10)
     for _ in range(100):
         memory.due()
-    assert 2 * AHEAD < memory.lazy.counters.lazy_blocks_seen <= 4 * 2 * AHEAD
+    assert REACH < memory.lazy.counters.lazy_blocks_seen <= 4 * REACH
 
 
 def test_notes_of_blocks_that_were_reused_do_not_pile_up() -> None:
