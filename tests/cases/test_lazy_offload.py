@@ -208,6 +208,17 @@ def test_after_a_reset_that_left_blocks_in_use_stores_are_made_at_once(rig: Rig)
     rig.check_at_rest()
 
 
+def test_memory_with_nothing_to_spare_is_stored_at_once(
+    make_rig: MakeRig, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = make_rig(blocks=34, lazy_offload=True)
+    (record,) = (one for one in caplog.records if one.name.startswith("umbp"))
+    assert "lazy_offload is true, but KV memory of 34 blocks has none to spare" in record.message
+    rig.serve("first", PROMPT)
+    assert set(rig.requests["first"].block_hashes[:6]) == stored_hashes(rig)
+    rig.check_at_rest()
+
+
 def test_a_store_that_failed_is_a_miss(rig: Rig) -> None:
     cold = rig.serve("first", PROMPT)
     rig.pool.failing_stores = 1000

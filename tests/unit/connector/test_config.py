@@ -20,6 +20,7 @@ def vllm_config(*, world_size: int = 1, nnodes: int = 1, dp_index: int = 0, **ex
         parallel_config=types.SimpleNamespace(
             world_size=world_size, nnodes=nnodes, data_parallel_index=dp_index
         ),
+        kv_events_config=None,
     )
 
 
@@ -51,6 +52,8 @@ def test_one_object_is_split_between_connector_and_backend() -> None:
         ({"load_async": 1}, "load_async"),
         ({"total_capacity_bytes": -5}, "total_capacity_bytes.*-5"),
         ({"max_pinned_percent": 101}, "max_pinned_percent"),
+        ({"lazy_offload": 1}, "lazy_offload"),
+        ({"lazy_offload": True, "load_async": False}, "lazy_offload is true and load_async is fal"),
     ],
 )
 def test_refusals_are_one_line_and_name_the_option(extra: dict[str, Any], words: str) -> None:
@@ -68,6 +71,15 @@ def test_loads_within_a_step_are_refused_where_another_process_may_hold_them_up(
     extra = {"backend": "standalone", "address": "unix:///run/x.grpc.sock", "load_async": False}
     with pytest.raises(ConfigError, match=r"option load_async is false, but .*'standalone'"):
         ConnectorConfig.from_vllm(vllm_config(**extra))
+
+
+def test_lazy_offload_is_refused_where_vllm_publishes_kv_events() -> None:
+    config = vllm_config(lazy_offload=True)
+    config.kv_events_config = types.SimpleNamespace(enable_kv_cache_events=True)
+    with pytest.raises(ConfigError, match="option lazy_offload is true and vLLM publishes KV ev"):
+        ConnectorConfig.from_vllm(config)
+    config.kv_events_config.enable_kv_cache_events = False
+    assert ConnectorConfig.from_vllm(config).options.lazy_offload
 
 
 def test_limits_of_the_core_follow_the_options() -> None:
