@@ -49,7 +49,13 @@ def path(tmp_path: Path) -> Path:
 
 def traced(path: Path, bytes_max: int = LARGE, epoch: int = 0) -> TracedCore:
     core = TracedCore(
-        CoreLimits(unit_tokens=16, rank_count=2, lookup_timeout_s=1.0, transfer_timeout_s=5.0),
+        CoreLimits(
+            unit_tokens=16,
+            rank_count=2,
+            lookup_timeout_s=1.0,
+            transfer_timeout_s=5.0,
+            lazy_blocks_max=8,
+        ),
         epoch,
     )
     core.trace_to(TraceFile(path, bytes_max))
@@ -263,6 +269,24 @@ def test_perfetto_gets_a_span_for_each_state(path: Path) -> None:
     ]
     names = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
     assert names == ["a", "store 3 of a"]
+
+
+def test_a_store_of_no_request_has_a_track_of_its_own(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    core = traced(path)
+    whole_life(core, "a", 1.0)
+    core.step(ReuseNeared(PARTS), 2.0)
+    (job_id,) = core.leases
+    core.step(LeaseSent(job_id), 2.1)
+    core.step(RankSucceeded(job_id, 0), 2.2)
+    core.step(RankSucceeded(job_id, 1), 2.3)
+    events = as_perfetto(played(path))["traceEvents"]
+    names = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
+    assert names == ["a", "store 3 of a", f"store {job_id} of free blocks"]
+    assert spans(path, 2)[3:] == [("SUBMITTED", 0.1), ("IN_FLIGHT", 0.2), ("SETTLED", 0.0)]
+    assert main(["trace", str(path)]) == 0
+    assert "of 1 requests" in capsys.readouterr().out
 
 
 def test_what_is_open_at_the_end_of_a_trace_ends_there(path: Path) -> None:

@@ -77,13 +77,15 @@ def _write(path: Path, text: str) -> None:
 
 
 def _known(played: Sequence[Played]) -> str:
-    moves = Counter(move.request_id for one in played for move in one.transitions)
+    ids = (move.request_id for one in played for move in one.transitions)
+    moves = Counter(filter(None, ids))
     shown = ", ".join(name for name, _ in moves.most_common(5))
     return f"there is no such request; the most eventful are {shown}" if shown else "it is empty"
 
 
 def _summary(played: Sequence[Played], differences: int) -> str:
-    requests = {move.request_id for one in played for move in one.transitions}
+    # A transfer of free blocks has none.
+    requests = {move.request_id for one in played for move in one.transitions} - {""}
     seconds = played[-1].now_s - played[0].now_s if played else 0.0
     verdict = f"{differences} of them played otherwise" if differences else "all played the same"
     return f"{len(played)} events of {len(requests)} requests in {seconds:.3f} s: {verdict}"

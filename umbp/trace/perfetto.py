@@ -46,7 +46,7 @@ class _Tracks:
         """Begins the track of a transfer, which no transition makes."""
         if command["command"] in _PLANNED:
             job_id = command["job_id"]
-            name = f"{command['kind']} {job_id} of {command['request_id']}"
+            name = f"{command['kind']} {job_id} of {command['request_id'] or 'free blocks'}"
             track = self._new(_TRANSFERS, job_id, name)
             track.state, track.since_s = LeaseState.SUBMITTED.name, now_s
             self._open[str(command["request_id"]), job_id] = track
@@ -55,6 +55,9 @@ class _Tracks:
         """Ends the state before and begins the one after; staying in one is no new span."""
         key = (move.request_id, move.job_id)
         track = self._open.get(key)
+        if track is None and move.job_id is not None:
+            # A transfer of no request, which begins with its command.
+            return
         if track is None:
             number = self._numbers.setdefault(move.request_id, len(self._numbers) + 1)
             track = self._open[key] = self._new(_REQUESTS, number, move.request_id)
