@@ -183,3 +183,41 @@ def test_the_bound_of_spans_can_be_broken(
         monkeypatch.setattr(spans, "time_operations", lambda _, found=timings: found)
         assert spans.main() == status
     assert "bound: lifecycle, spans noted: 6.00x" in capsys.readouterr().err
+
+
+@pytest.fixture
+def free_queue(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("free_queue")
+
+
+def test_as_many_blocks_are_stored_as_are_reused(free_queue: ModuleType) -> None:
+    memory = free_queue.Memory()
+    before = memory.core.counters.lazy_blocks_stored
+    for _ in range(80):
+        memory.step(64, lazy=True)
+    stored = memory.core.counters.lazy_blocks_stored - before
+    assert abs(stored - 80 * 64) <= 2 * free_queue.STEP_BLOCKS
+    seen = memory.lazy.counters.lazy_blocks_seen
+    memory.store()
+    assert memory.lazy.counters.lazy_blocks_seen == seen, "and nothing is looked at in between"
+
+
+def test_bounds_of_the_free_queue_can_be_broken(
+    free_queue: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def timings(quiet_us: float) -> dict[str, object]:
+        rows = {"nothing is reused": quiet_us}
+        for blocks in free_queue.SIZES:
+            rows |= {
+                f"{blocks} blocks, vLLM alone": 1.0,
+                f"{blocks} blocks, with lazy offload": 9.0,
+            }
+        return {name: free_queue.Timing([[us]]) for name, us in rows.items()}
+
+    monkeypatch.setattr(sys, "argv", ["free_queue.py", "--check"])
+    monkeypatch.setattr(free_queue, "measure", lambda: timings(2.0))
+    assert free_queue.main() == 0
+    monkeypatch.setattr(free_queue, "measure", lambda: timings(4.0))
+    assert free_queue.main() == 1
+    assert "NOT KEPT: a step that reuses nothing" in capsys.readouterr().out

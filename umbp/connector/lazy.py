@@ -31,9 +31,9 @@ _STEPS_AHEAD: Final = 4
 _SHARE: Final = 4
 """At most one block in so many is kept stored and free."""
 
-_QUIET_STEPS_MAX: Final = 32
-"""Steps that may go by without a look at the queue. A block that leaves it and comes back within
-one step is not noticed otherwise."""
+_QUIET_STEPS_MAX: Final = 1024
+"""Steps that may go by without a look at the queue. A block without a hash that leaves it and comes
+back within one step is not noticed otherwise."""
 
 
 def step_blocks(groups: Iterable[Group], step_tokens: int) -> int:
@@ -106,8 +106,10 @@ class LazyStores:
         self._epoch = core.epoch
         # By vLLM's hash with its group: the block that was computed for it.
         self._noted: dict[bytes, int] = {}
-        # The queue is as it was, as far as that matters, while this block has not been handed out.
+        # The queue is as it was, as far as that matters, while this block has not been handed out;
+        # its hash was this one.
         self._mark: Any = None
+        self._mark_hash: bytes | None = None
         # The last block of the queue, where the last look has reached it.
         self._last: Any = None
         # The first block that the last look did not reach, or left.
@@ -175,6 +177,7 @@ class LazyStores:
         if (
             mark is not None
             and not mark.ref_cnt
+            and mark.block_hash == self._mark_hash
             and (self._last is None or queue.fake_free_list_tail.prev_free_block is self._last)
             and self._quiet_steps < _QUIET_STEPS_MAX
         ):
@@ -200,7 +203,7 @@ class LazyStores:
                 continue
             stored += 1
             if stored == self._step:
-                self._mark = block
+                self._mark, self._mark_hash = block, block.block_hash
         beyond = blocks[-1].next_free_block if blocks else queue.fake_free_list_tail
         is_whole = beyond is queue.fake_free_list_tail
         self._beyond = None if is_whole else beyond
