@@ -10,7 +10,6 @@ import attrs
 from umbp.backends.base import Backend
 from umbp.backends.registry import find_backend
 from umbp.backends.socket_path import socket_path
-from umbp.connector.kv_events import are_wanted
 from umbp.errors import ConfigError
 from umbp.fsm import CoreLimits
 from umbp.keys import KeySpace
@@ -187,7 +186,7 @@ class ConnectorConfig:
         """
         raw = dict(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
         options, backend, backend_options = read_options(raw, find)
-        if options.lazy_offload and are_wanted(vllm_config):
+        if options.lazy_offload and wants_kv_events(vllm_config):
             raise ConfigError(
                 "option lazy_offload is true and vLLM publishes KV events, which cannot name the "
                 "tokens of blocks that nobody uses; remove one of them"
@@ -286,3 +285,9 @@ def _socket_directory(socket_dir: str) -> Path:
     from vllm import envs
 
     return Path(envs.VLLM_RPC_BASE_PATH)
+
+
+def wants_kv_events(vllm_config: Any) -> bool:
+    """Says whether vLLM publishes KV events."""
+    config = vllm_config.kv_events_config
+    return config is not None and bool(config.enable_kv_cache_events)

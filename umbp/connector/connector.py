@@ -18,9 +18,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from umbp.backends.registry import find_backend
-from umbp.connector.config import ConnectorConfig
+from umbp.connector.config import ConnectorConfig, wants_kv_events
 from umbp.connector.groups import GroupRules
-from umbp.connector.kv_events import KVEvents, are_wanted, event_groups
+from umbp.connector.kv_events import KVEvents, event_groups
 from umbp.connector.metadata import StepMetadata, WorkerMetadata
 from umbp.connector.namespace import digest, manifest
 from umbp.connector.plugin import register_class
@@ -166,7 +166,7 @@ class UMBPStoreConnector(KVConnectorBase_V1, SupportsHMA):
         super().bind_kv_cache_manager(kv_cache_manager)
         rules = GroupRules(kv_cache_manager, self._sparse_groups)
         self.scheduler_side.bind(rules, kv_cache_manager.block_pool)
-        if are_wanted(self._vllm_config):
+        if wants_kv_events(self._vllm_config):
             self._kv_events = KVEvents(self.scheduler_side.core, event_groups(kv_cache_manager))
         self._reports = SchedulerReports(
             self.scheduler_side, self._backend_name, self._hit_source, self._kv_events

@@ -42,12 +42,6 @@ _Block = tuple[int, bytes]
 _STORED_FIELDS: Final = frozenset(BlockStored.__struct_fields__)
 
 
-def are_wanted(vllm_config: Any) -> bool:
-    """Says whether vLLM publishes KV events."""
-    config = vllm_config.kv_events_config
-    return config is not None and bool(config.enable_kv_cache_events)
-
-
 @attrs.frozen(eq=False)
 class EventGroup:
     """What events say of a KV cache group.

@@ -22,8 +22,7 @@ from umbp.backends.base import (
 )
 from umbp.backends.lookup_client import SocketLookupClient
 from umbp.backends.lookup_server import LookupServer
-from umbp.connector.config import ConnectorConfig, ConnectorOptions
-from umbp.connector.kv_events import are_wanted
+from umbp.connector.config import ConnectorConfig, ConnectorOptions, wants_kv_events
 from umbp.connector.layout import kv_memory
 from umbp.connector.lazy import spare_blocks
 from umbp.connector.lookup_log import LookupLog
@@ -214,7 +213,7 @@ def open_worker_parts(
         physical_device_index=None if device_index is None else _physical_index(device_index),
     )
     pool = config.backend.open_worker(config.backend_options, site)
-    return WorkerParts(config, keyspace, rank, pool, tell_evictions=are_wanted(vllm_config))
+    return WorkerParts(config, keyspace, rank, pool, tell_evictions=wants_kv_events(vllm_config))
 
 
 def _physical_index(device_index: int) -> int:

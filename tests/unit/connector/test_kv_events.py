@@ -14,7 +14,8 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from umbp.backends.base import JobResult, TransferJob, TransferOutcome
-from umbp.connector.kv_events import EventGroup, KVEvents, are_wanted
+from umbp.connector.config import wants_kv_events
+from umbp.connector.kv_events import EventGroup, KVEvents
 from umbp.connector.metadata import RankAnswer, RankEvictions, StepMetadata, WorkerMetadata
 from umbp.connector.worker import WorkerSide
 from umbp.fsm import LeaseKind, LeasePart, RequestContext, TransferLease
@@ -256,7 +257,7 @@ def test_beyond_the_limit_the_oldest_are_withdrawn_and_counted() -> None:
 @pytest.mark.parametrize(("enabled", "wanted"), [(True, True), (False, False), (None, False)])
 def test_nothing_is_made_where_vllm_publishes_nothing(enabled: bool | None, wanted: bool) -> None:
     events = None if enabled is None else types.SimpleNamespace(enable_kv_cache_events=enabled)
-    assert are_wanted(types.SimpleNamespace(kv_events_config=events)) is wanted
+    assert wants_kv_events(types.SimpleNamespace(kv_events_config=events)) is wanted
 
 
 # ---------------------------------------------------------------- what a worker tells
