@@ -22,12 +22,19 @@ from umbp.fsm import (
     RankStalled,
     RankSucceeded,
     RequestFinished,
+    ReuseNeared,
 )
 from umbp.trace.recorder import TracedCore, TraceFile
 from umbp.trace.spans import NOTES_MAX, SPANS_MAX, Lifecycle, Span, SpannedCore
 
 PARTS = (LeasePart(0, (b"",) * 2, (4, 5)),)
-LIMITS = CoreLimits(unit_tokens=16, rank_count=2, lookup_timeout_s=1.0, transfer_timeout_s=5.0)
+LIMITS = CoreLimits(
+    unit_tokens=16,
+    rank_count=2,
+    lookup_timeout_s=1.0,
+    transfer_timeout_s=5.0,
+    lazy_blocks_max=8,
+)
 
 
 @attrs.define
@@ -93,6 +100,20 @@ def load(core: Core, now_s: float) -> int:
 
 def shown(span: Span) -> tuple[str, float, float]:
     return span.name, span.begin_s, span.end_s
+
+
+def test_a_store_of_free_blocks_is_in_no_lifecycle() -> None:
+    core, kept = spanned()
+    core.step(ReuseNeared(PARTS), 1.0)
+    (job_id,) = core.leases
+    core.step(LeaseSent(job_id), 1.0)
+    for rank in (0, 1):
+        answer(core, RankSucceeded(job_id, rank), 2.0, bytes_moved=7)
+    ask(core, 3.0, found=0)
+    core.step(RequestFinished("a"), 4.0)
+    (lifecycle,) = kept.lifecycles
+    assert [span.name for span in lifecycle.spans] == ["umbp.lookup", "umbp.storing"]
+    assert not core.spans._answers
 
 
 def test_every_state_and_transfer_of_a_request_is_a_span() -> None:

@@ -150,7 +150,7 @@ class SpanLog:
         self._sink.close(timeout_s)
 
     def planned(self, lease: TransferLease, now_s: float) -> None:
-        """Begins the span of a transfer."""
+        """Begins the span of a request's transfer."""
         facts: Facts = {
             "umbp.job_id": lease.job_id,
             "umbp.begin_tokens": lease.begin_tokens,
@@ -159,7 +159,7 @@ class SpanLog:
             "umbp.bytes": 0,
             "umbp.epoch": lease.epoch,
         }
-        lifecycle = self._lifecycles.get(lease.request)
+        lifecycle = self._lifecycle_of(lease)
         if lifecycle is not None:
             facts["umbp.life"] = lifecycle.lives
         self._transfers[lease.job_id] = Span(f"umbp.{lease.kind.value}", now_s, now_s, facts)
@@ -185,9 +185,12 @@ class SpanLog:
             span.facts["umbp.synchronous"] = lease.synchronous
         if lease.failed:
             span.error = span.error or "no rank ever heard of it"
-        lifecycle = self._lifecycles.get(lease.request)
+        lifecycle = self._lifecycle_of(lease)
         if lifecycle is not None:
             lifecycle.add(span)
+
+    def _lifecycle_of(self, lease: TransferLease) -> Lifecycle | None:
+        return self._lifecycles.get(lease.request) if lease.request is not None else None
 
     def request_moved(
         self, request: RequestContext, event: Any, source: RequestState, now_s: float
@@ -256,7 +259,9 @@ class SpannedCore(TracedCore):
         source = subject.state
         super()._fire(subject, event)
         if isinstance(subject, TransferLease):
-            self.spans.lease_moved(subject, event, self.now_s)
+            if subject.request is not None:
+                # A store of free blocks is part of no request's trace.
+                self.spans.lease_moved(subject, event, self.now_s)
         else:
             self.spans.request_moved(subject, event, source, self.now_s)
 
