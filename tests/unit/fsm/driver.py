@@ -150,7 +150,8 @@ class Driver:
 def snapshot(core: Core) -> dict[str, Any]:
     """Copies everything that an event may change, but for the numbers that were drawn."""
     contexts = {id(request): request for request in core.requests.values()}
-    contexts |= {id(lease.request): lease.request for lease in core.leases.values()}
+    owners = (lease.request for lease in core.leases.values())
+    contexts |= {id(request): request for request in owners if request is not None}
     return {
         "contexts": {key: attrs.asdict(context) for key, context in contexts.items()},
         "requests": {name: id(request) for name, request in core.requests.items()},
