@@ -219,6 +219,27 @@ def test_memory_with_nothing_to_spare_is_stored_at_once(
     rig.check_at_rest()
 
 
+def test_what_a_preempted_request_has_not_computed_is_forgotten(rig: Rig) -> None:
+    """The step that preempts it may have given it blocks, and their hashes, before."""
+    rig.add("old", list(range(300)), outputs=100)
+    victim = rig.add("victim", list(range(400, 100, -1)), outputs=100)
+    noted = rig.side._bound.lazy._noted
+    last = b""
+    for _ in range(200):
+        if len(victim.block_hashes) > 300 // BLOCK_TOKENS:
+            # An earlier life has computed it, in a block that was reused since.
+            last = victim.block_hashes[300 // BLOCK_TOKENS] + bytes(4)
+            noted[last] = 1
+        rig.step()
+        if victim.num_preemptions:
+            break
+    assert victim.num_preemptions
+    assert last
+    assert last not in noted
+    rig.run()
+    rig.check_at_rest()
+
+
 def test_a_store_that_failed_is_a_miss(rig: Rig) -> None:
     cold = rig.serve("first", PROMPT)
     rig.pool.failing_stores = 1000

@@ -127,6 +127,20 @@ class LazyStores:
         if len(self._noted) > 2 * self._pool.num_gpu_blocks:
             self._drop_dead_notes()
 
+    def forget(self, block_hashes: Sequence[bytes], groups: Iterable[Group]) -> None:
+        """Forgets blocks that may have a hash again and not what it stands for.
+
+        Under a policy of priorities vLLM preempts requests that the very step was to compute. Their
+        blocks keep hashes in its prefix cache of what is then not computed.
+
+        Args:
+            block_hashes: Block hashes of what a preempted request has not computed.
+            groups: The KV cache groups.
+        """
+        for group in groups:
+            for block_hash in block_hashes:
+                self._noted.pop(make_block_hash_with_group_id(block_hash, group.index), None)
+
     def due(self, owed_blocks: int) -> ReuseNeared | None:
         """Returns the blocks that must be stored now, lest the next steps reuse them unstored.
 

@@ -227,6 +227,10 @@ class SchedulerSide:
         for request_id in output.preempted_req_ids or ():
             context = self.core.requests.get(request_id)
             if context is not None and _lost_its_blocks(context):
+                if self._bound.lazy is not None:
+                    first = context.planned_tokens // self._unit
+                    hashes = context.source.block_hashes[first:]
+                    self._bound.lazy.forget(hashes, self._bound.rules.groups)
                 self._give(Preempted(request_id))
         block_state = output.kv_connector_block_state
         for context in list(self.core.filling.values()):

@@ -177,6 +177,13 @@ def test_groups_are_told_apart() -> None:
     assert event.parts[1].block_hashes == tuple(map(hash_of, (1, 2, 3)))
 
 
+def test_a_block_of_what_was_not_computed_is_left(memory: Memory) -> None:
+    """A request was given it, and preempted in the same step."""
+    group = Group(0, 4, is_state=False, is_fine=False, drops_unit=False)
+    memory.lazy.forget([hash_of(2), hash_of(999)], [group])
+    assert memory.due() == [block for block in memory.order[:REACH] if block != 2]
+
+
 # ---------------------------------------------------------------- pins
 
 
