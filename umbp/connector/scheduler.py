@@ -334,7 +334,7 @@ class SchedulerSide:
             **of_client(),
             **self.core.counters.as_dict(),
             **self._bytes,
-            **attrs.asdict(lazy.counters if lazy is not None else LazyCounters()),
+            **attrs.asdict(lazy.counters if lazy is not None else LazyCounters(), recurse=False),
             "events_refused": self._refused_events,
             "admissions_put_off": self._admissions_put_off,
             "lookups_put_off": self._lookups_put_off,
