@@ -167,7 +167,9 @@ class Terminals:
         log = self._folder / f"{len(self._services)}-{name}.log"
         with log.open("wb") as output:
             process = subprocess.Popen(
-                self._script(block),
+                # Whoever runs this in the background has SIGINT ignored, and a shell that begins so
+                # cannot change it.
+                ["env", "--default-signal=INT", *self._script(block)],
                 env=self._environment,
                 cwd=self._root,
                 stdout=output,
