@@ -118,12 +118,16 @@ class Kept(SpanExporter):
         self.names += [span.name for span in spans]
 
 
-def test_the_provider_of_the_process_is_used_where_there_is_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    kept, provider = Kept(), TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(kept))
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> Kept:
+    """Names of the spans that the process's own tracer provider gets."""
+    exporter, provider = Kept(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
     monkeypatch.setattr(trace, "_TRACER_PROVIDER", provider)
+    return exporter
+
+
+def test_the_provider_of_the_process_is_used_where_there_is_one(kept: Kept) -> None:
     spans = opened("http://127.0.0.1:9")
     spans.put(lifecycle(SAMPLED))
     spans.close(PATIENCE_S)
@@ -202,12 +206,7 @@ def test_a_library_that_raises_costs_spans_and_nothing_else(
     ]
 
 
-def test_one_lifecycle_that_cannot_be_sent_does_not_end_the_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    kept, provider = Kept(), TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(kept))
-    monkeypatch.setattr(trace, "_TRACER_PROVIDER", provider)
+def test_one_lifecycle_that_cannot_be_sent_does_not_end_the_others(kept: Kept) -> None:
     spans = opened("http://127.0.0.1:9")
     broken = lifecycle(SAMPLED)
     broken.spans[0].notes.append(Note("x", "no number", {}))  # type: ignore[arg-type]

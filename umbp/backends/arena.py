@@ -104,16 +104,12 @@ class Arena:
         Raises:
             UsageError: No extent begins at one of the offsets; those before it are free.
         """
-        allocated, free = self._allocated, self._free
         for offset in offsets:
-            size = allocated.pop(offset, None)
+            size = self._allocated.pop(offset, None)
             if size is None:
                 raise UsageError(f"no extent is allocated at offset {offset}")
             self._used_bytes -= size
-            if size in free:
-                free[size].append(offset)
-            else:
-                free[size] = deque((offset,))
+            self._add_free(offset, size)
         self._joinable = True
 
     def _add_free(self, offset: int, size: int) -> None:
