@@ -18,10 +18,12 @@ from umbp.fsm import (
     LookupAsked,
     LookupSkipped,
     Preempted,
+    RankArriving,
     RankFailed,
     RankStalled,
     RankSucceeded,
     RequestFinished,
+    RequestState,
     ReuseNeared,
 )
 from umbp.trace.recorder import TracedCore, TraceFile
@@ -59,6 +61,7 @@ class Answer:
     bytes_moved: int = 0
     reason: str = ""
     stalled: bool = False
+    arriving: bool = False
 
 
 @attrs.frozen(eq=False)
@@ -86,7 +89,11 @@ def ask(core: Core, now_s: float, *, found: int | None, source: Any = None) -> N
 def answer(core: SpannedCore, event: Any, now_s: float, **fields: Any) -> None:
     """Gives the core an answer as the connector does: the log hears of it first."""
     core.spans.note_answers(
-        [Answer(event.job_id, event.rank, isinstance(event, RankSucceeded), **fields)]
+        [
+            Answer(
+                event.job_id, event.rank, not isinstance(event, RankFailed | RankStalled), **fields
+            )
+        ]
     )
     core.step(event, now_s)
 
@@ -217,6 +224,26 @@ def test_a_stall_is_a_note_and_no_answer() -> None:
         ("RankAnswered", 0),
     ]
     assert (loaded.end_s, loaded.error) == (9.0, "it hangs")
+
+
+def test_an_arrival_is_a_note_and_no_answer() -> None:
+    core, kept = spanned()
+    ask(core, 1.0, found=32)
+    job_id = load(core, 2.0)
+    answer(core, RankArriving(job_id, 0), 3.0, arriving=True)
+    answer(core, RankSucceeded(job_id, 1), 3.0)
+    assert core.requests["a"].state is RequestState.RUNNING
+    answer(core, RankSucceeded(job_id, 0), 4.0)
+    core.step(RequestFinished("a"), 5.0)
+    (loaded,) = (span for span in kept.lifecycles[0].spans if span.name == "umbp.load")
+    names = [(note.name, note.facts.get("umbp.rank")) for note in loaded.notes]
+    assert names == [
+        ("LeaseSent", None),
+        ("RankArriving", 0),
+        ("RankAnswered", 1),
+        ("RankAnswered", 0),
+    ]
+    assert (loaded.end_s, loaded.error) == (4.0, "")
 
 
 def test_each_life_has_its_number_and_a_late_transfer_that_of_its_own() -> None:

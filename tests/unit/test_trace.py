@@ -26,6 +26,7 @@ from umbp.fsm import (
     LookupAsked,
     LookupSkipped,
     Preempted,
+    RankArriving,
     RankFailed,
     RankStalled,
     RankSucceeded,
@@ -152,6 +153,7 @@ EXAMPLES = (
     RankSucceeded(3, 1),
     RankFailed(3, 1, False, (b"\x00\xff",)),
     RankStalled(3, 1),
+    RankArriving(3, 1),
     EpochRaised(True, 4),
 )
 

@@ -150,12 +150,14 @@ class TransferJob:
             any more and answered ``NOT_ATTEMPTED``.
         fence: Called on the backend's own thread before the first byte moves; returns once the
             device work that must come before the transfer has ended. None: nothing to wait for.
+        may_arrive: Whether ``ARRIVING`` is an answer to this load.
     """
 
     job_id: int
     parts: tuple[TransferPart, ...]
     deadline_s: float
     fence: Callable[[], None] | None = None
+    may_arrive: bool = False
 
     @property
     def object_count(self) -> int:
@@ -177,11 +179,27 @@ class TransferOutcome(enum.Enum):
     """Not an end, and given at most once before it: a native call has outlived
     ``transfer_timeout_ms`` and may still read or write the job's blocks. umbp keeps them until the
     end comes, and goes on without the job."""
+    ARRIVING = "arriving"
+    """Not an end, and given at most once before it, of a load that ``may_arrive``: nothing can go
+    wrong any more, and device work that waits for ``JobResult.arrival`` finds every byte in place.
+    The end follows by itself, and is ``DONE``. For pools that queue copies on a device: the engine
+    submits its work while the last bytes come in."""
+
+
+class Arrival(Protocol):
+    """What the device has to wait for before it reads what a load brings."""
+
+    def wait(self) -> None:
+        """Makes the device work that the calling thread submits from now on wait for the bytes.
+
+        Called by the thread that submits the forward pass, as often as it likes, also when the load
+        has ended. Does not block that thread.
+        """
 
 
 @attrs.frozen
 class JobResult:
-    """The one answer to a job, or the news that it has stalled.
+    """The one answer to a job, or the news that it has stalled or is arriving.
 
     Attributes:
         job_id: The job.
@@ -189,6 +207,7 @@ class JobResult:
         bytes_moved: Bytes copied by this job; existing objects are not copied again.
         failed_keys: Keys that were missing, could not be read or could not be stored.
         reason: One short line for a log when the outcome is not ``DONE``.
+        arrival: Of an ``ARRIVING`` load, what the device waits for.
     """
 
     job_id: int
@@ -196,6 +215,7 @@ class JobResult:
     bytes_moved: int = 0
     failed_keys: tuple[bytes, ...] = ()
     reason: str = ""
+    arrival: Arrival | None = None
 
 
 @attrs.frozen

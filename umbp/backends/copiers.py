@@ -16,12 +16,13 @@ write such tensors outside of it.
 """
 
 import ctypes
-from typing import Any, Final, Protocol
+from collections.abc import Callable
+from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 import torch
 
-from umbp.backends.base import Int64Array, KVMemory, ObjectLayout
+from umbp.backends.base import Arrival, Int64Array, KVMemory, ObjectLayout
 from umbp.backends.layout_columns import (
     merge_adjacent,
     neighbour_runs,
@@ -31,6 +32,10 @@ from umbp.backends.layout_columns import (
 
 _ROWS_PER_CALL_MAX: Final = 1 << 16
 """Bounds the array of row numbers when a layout can only be split into very short rows."""
+
+
+Announce: TypeAlias = Callable[[Arrival], None]
+"""Takes what a device has to wait for before it reads what a load brings."""
 
 
 class Copier(Protocol):
@@ -45,8 +50,22 @@ class Copier(Protocol):
             offsets: int64[objects], where each object lies in the pool.
         """
 
-    def load(self, group_index: int, block_ids: Int64Array, offsets: Int64Array) -> None:
-        """Copies the pool into KV memory; the arguments are those of ``store``."""
+    def load(
+        self,
+        group_index: int,
+        block_ids: Int64Array,
+        offsets: Int64Array,
+        announce: Announce | None = None,
+    ) -> None:
+        """Copies the pool into KV memory.
+
+        Args:
+            group_index: Index of the KV cache group.
+            block_ids: int64[objects], ids in KV memory.
+            offsets: int64[objects], where each object lies in the pool.
+            announce: Called at most once, when all copies are queued on a device, and the last of
+                them are still to come.
+        """
 
 
 class HostCopier:
@@ -88,8 +107,14 @@ class HostCopier:
             with torch.inference_mode():
                 torch.index_select(rows, 0, numbers, out=targets)
 
-    def load(self, group_index: int, block_ids: Int64Array, offsets: Int64Array) -> None:
-        """See ``Copier.load``."""
+    def load(
+        self,
+        group_index: int,
+        block_ids: Int64Array,
+        offsets: Int64Array,
+        announce: Announce | None = None,
+    ) -> None:
+        """See ``Copier.load``; nothing is queued, so nothing is announced."""
         layout = self._layouts[group_index]
         row_bytes = int(layout.range_bytes[0])
         # numpy and not torch, whose index_copy_ takes half as long again. A row is one element of

@@ -7,8 +7,8 @@ block, the queue is bounded, a job that waits past its deadline is not begun, an
 too long is reported as stalled instead of being given up, because its memory is still in use.
 
 A job is in exactly one place: in a queue, in ``_running`` or, as its result, in ``_results``. It
-moves between them under ``_changed``, so nothing can answer it twice. That a job has stalled is
-said once, while it is running.
+moves between them under ``_changed``, so nothing can answer it twice. That a job has stalled, or is
+arriving, is said once, while it is running.
 """
 
 import enum
@@ -20,7 +20,7 @@ from typing import Final
 
 import attrs
 
-from umbp.backends.base import JobResult, TransferJob, TransferOutcome
+from umbp.backends.base import Arrival, JobResult, TransferJob, TransferOutcome
 from umbp.errors import BackendStalled, UsageError
 
 MAX_LOADS_BEFORE_STORE: Final = 8
@@ -111,6 +111,14 @@ class JobRunner:
             queue = self._loads if kind is TransferKind.LOAD else self._stores
             queue[job.job_id] = job
             self._changed.notify()
+
+    def announce(self, job_id: int, arrival: Arrival) -> None:
+        """Says of a load that runs, and may arrive, that nothing can go wrong any more.
+
+        Called by ``run``, at most once for each job.
+        """
+        with self._changed:
+            self._answer(JobResult(job_id, TransferOutcome.ARRIVING, arrival=arrival))
 
     def poll(self) -> list[JobResult]:
         """Returns the results since the last call, each exactly once.

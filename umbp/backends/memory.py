@@ -5,6 +5,7 @@ It needs no library beyond torch and runs wherever vLLM does. It is also the ref
 contract in ``umbp.backends.base`` means is what this backend does.
 """
 
+import functools
 import itertools
 import logging
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from umbp.backends.base import (
     TransferPart,
     WorkerSite,
 )
-from umbp.backends.copiers import Copier, HostCopier
+from umbp.backends.copiers import Announce, Copier, HostCopier
 from umbp.backends.device_copier import DeviceCopier
 from umbp.backends.host_buffer import open_buffer
 from umbp.backends.job_runner import JobRunner, TransferKind
@@ -178,10 +179,18 @@ class MemoryPool:
         ends = itertools.accumulate(counts)
         try:
             for part, count, end in zip(job.parts, counts, ends, strict=True):
-                copier.load(part.group_index, part.block_ids, pins.offsets[end - count : end])
+                offsets = pins.offsets[end - count : end]
+                copier.load(part.group_index, part.block_ids, offsets, self._announce(job))
         finally:
             self._index.unpin(pins)
         return JobResult(job.job_id, TransferOutcome.DONE, bytes_moved=sum(size_of_each))
+
+    def _announce(self, job: TransferJob) -> Announce | None:
+        """Returns what to tell when a load can no longer fail; None where it is of no use."""
+        if not job.may_arrive or len(job.parts) > 1:
+            # Parts are copied one after the other, and the last may still fail.
+            return None
+        return functools.partial(self._runner.announce, job.job_id)
 
     def _store(self, copier: Copier, job: TransferJob) -> JobResult:
         rejected: list[bytes] = []

@@ -109,8 +109,10 @@ class StepMetadata(KVConnectorMetadata):
 class RankAnswer:
     """How one job ended on one rank. The rank no longer touches the job's blocks.
 
-    Or, before that and at most once: that the rank cannot end an asynchronous load (``stalled``),
-    has told vLLM that it failed, and may still write the blocks.
+    Or, before that and at most once, of an asynchronous load whose end the rank has reported to
+    vLLM, and whose blocks it may still write: that it failed, because the rank cannot end it
+    (``stalled``), or that it has ended well, because it will have before anything reads the blocks
+    (``arriving``).
 
     Attributes:
         job_id: The job.
@@ -120,7 +122,8 @@ class RankAnswer:
         bytes_moved: Bytes that were copied.
         failed_hashes: Block hashes of the objects that failed.
         reason: One short line for a log.
-        stalled: Not an end: the rank may still write.
+        stalled: Not an end, and no success: the rank may still write.
+        arriving: Not an end, and a success: the rank still writes.
     """
 
     job_id: int
@@ -131,6 +134,7 @@ class RankAnswer:
     failed_hashes: list[bytes] = attrs.field(factory=list)
     reason: str = ""
     stalled: bool = False
+    arriving: bool = False
 
 
 @attrs.define

@@ -153,6 +153,13 @@ _COUNTERS: Final = (
         "loads_not_attempted",
         "Failed loads of which no rank had begun its part.",
     ),
+    _one(
+        Kind.COUNTER,
+        "loads_arriving_total",
+        "loads_arriving",
+        "Loads that vLLM took for ended while their last bytes were on their way: its next step "
+        "waited for them on the device.",
+    ),
     _split(
         Kind.COUNTER,
         "stalls_total",

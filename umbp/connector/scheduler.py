@@ -388,7 +388,8 @@ class SchedulerSide:
                     pins.pin(lease)
                     self._outbox.add(lease)
                 case PinBlocks(lease=lease):
-                    logger.warning("%s has stalled; its blocks stay in use", lease.identity)
+                    if lease.ranks_stalled:
+                        logger.warning("%s has stalled; its blocks stay in use", lease.identity)
                     pins.pin(lease)
                 case CancelTransfer(lease=lease):
                     logger.warning("%s is past its deadline and was cancelled", lease.identity)

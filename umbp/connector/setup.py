@@ -28,7 +28,7 @@ from umbp.connector.lazy import spare_blocks
 from umbp.connector.lookup_log import LookupLog
 from umbp.connector.report_files import BoundedLines, open_directory, write_whole
 from umbp.connector.scheduler import SchedulerSide
-from umbp.connector.support import why_load_async
+from umbp.connector.support import loads_may_arrive, why_load_async
 from umbp.connector.tracing import core_maker
 from umbp.connector.worker import WorkerSide
 from umbp.fsm import Core, CoreLimits
@@ -213,7 +213,7 @@ def open_worker_parts(
         physical_device_index=None if device_index is None else _physical_index(device_index),
     )
     pool = config.backend.open_worker(config.backend_options, site)
-    return WorkerParts(config, keyspace, rank, pool, tell_evictions=wants_kv_events(vllm_config))
+    return WorkerParts(config, keyspace, rank, pool, vllm_config=vllm_config)
 
 
 def _physical_index(device_index: int) -> int:
@@ -235,7 +235,7 @@ class WorkerParts:
         keyspace: Keys of the namespace.
         rank: Index of this worker.
         pool: The backend's pool, not registered yet.
-        tell_evictions: Tell the scheduler's side what the pool evicts.
+        vllm_config: vLLM's ``VllmConfig``.
     """
 
     def __init__(
@@ -245,13 +245,13 @@ class WorkerParts:
         rank: int,
         pool: WorkerPool,
         *,
-        tell_evictions: bool = False,
+        vllm_config: Any,
     ) -> None:
         self._config = config
         self._keyspace = keyspace
         self._rank = rank
         self._pool = pool
-        self._tell_evictions = tell_evictions
+        self._vllm_config = vllm_config
         self._server: LookupServer | None = None
         self._memory = KVMemory((), ())
         self._side: WorkerSide | None = None
@@ -278,7 +278,8 @@ class WorkerParts:
             timeout_ms=self._config.options.timeout_ms,
             make_fence=_fence_maker(memory.regions[0].device_type),
             shared_epoch=_open_epoch(self._config),
-            tell_evictions=self._tell_evictions,
+            tell_evictions=wants_kv_events(self._vllm_config),
+            loads_may_arrive=loads_may_arrive(self._vllm_config, kv_cache_config),
         )
         return self._side
 

@@ -123,6 +123,16 @@ def why_load_async(vllm_config: Any, kv_cache_config: Any) -> str | None:
     return None
 
 
+def loads_may_arrive(vllm_config: Any, kv_cache_config: Any) -> bool:
+    """Says whether a step may be submitted while what it reads is still coming in.
+
+    The connector has the device wait when vLLM hands it the step. Before that vLLM copies recurrent
+    state to where the step writes it, and with microbatches it computes on streams of its own.
+    """
+    specs = [spec for group in kv_cache_config.kv_cache_groups for spec in _specs(group)]
+    return not any(map(_is_state, specs)) and not vllm_config.parallel_config.use_ubatching
+
+
 def sparse_groups(kv_cache_config: Any) -> frozenset[int]:
     """Returns the groups whose blocks mean something only when they are full.
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import attrs
 
 from umbp.backends.base import (
+    Arrival,
     EpochSource,
     JobResult,
     PoolStats,
@@ -55,13 +56,18 @@ class _OpenJob:
         plan: What the scheduler's side asked for.
         is_load: Direction.
         begun_s: When it was handed to the pool; None: it never was.
+        arrival: What the device must wait for before it reads this load; None: the load may still
+            fail, or nobody has said that it cannot.
         is_reported: Whether vLLM was told that this load has ended, which it has not.
+        is_arriving: Whether it was told that it has ended well.
     """
 
     plan: TransferPlan
     is_load: bool
     begun_s: float | None = None
+    arrival: Arrival | None = None
     is_reported: bool = False
+    is_arriving: bool = False
 
 
 class WorkerSide:
@@ -76,6 +82,8 @@ class WorkerSide:
             the device works at once.
         shared_epoch: The epoch that this engine shares with others; None: it has its own.
         tell_evictions: Tell the scheduler's side what the pool evicts.
+        loads_may_arrive: Report a load as ended while its last bytes are on their way, where the
+            engine computes nothing else and the device can wait for them.
         clock: Seconds, monotonic.
         sleep: Waits for so many seconds on that clock.
 
@@ -96,6 +104,7 @@ class WorkerSide:
         make_fence: Callable[[], Callable[[], None]] | None = None,
         shared_epoch: EpochSource | None = None,
         tell_evictions: bool = False,
+        loads_may_arrive: bool = False,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -106,6 +115,7 @@ class WorkerSide:
         self._make_fence = make_fence
         self._shared_epoch = shared_epoch
         self._tell_evictions = tell_evictions
+        self._loads_may_arrive = loads_may_arrive
         self._clock = clock
         self._sleep = sleep
         self._epoch = 0
@@ -136,6 +146,8 @@ class WorkerSide:
         self._loads = list(metadata.loads)
         self._stores = list(metadata.stores)
         self._is_idle = metadata.is_idle
+        if not self._is_idle:
+            self._order_arrivals()
         for job_id in metadata.cancels:
             self._cancel(job_id)
         for plan in metadata.refused:
@@ -160,6 +172,8 @@ class WorkerSide:
         stores, self._stores = self._stores, []
         if not stores:
             return
+        # A step that computes nothing has not waited for them yet.
+        self._order_arrivals()
         fence = self._make_fence() if self._make_fence is not None else None
         for plan in stores:
             self._submit(plan, is_load=False, fence=fence)
@@ -177,6 +191,8 @@ class WorkerSide:
             if self._is_idle and self._wait is not None:
                 self._wait(_IDLE_WAIT_S)
             self._take_results()
+            if self._is_idle:
+                self._report_arrivals()
         received, self._received = self._received, set()
         failed, self._failed = self._failed, set()
         return received, failed
@@ -292,6 +308,7 @@ class WorkerSide:
             ),
             begun_s + self._timeout_s,
             fence,
+            is_load and self._loads_may_arrive and not plan.synchronous,
         )
         open_job = _OpenJob(plan, is_load, begun_s)
         self._jobs[plan.job_id] = open_job
@@ -349,9 +366,35 @@ class WorkerSide:
                 logger.error("backend answered job %d, which is not open", result.job_id)
             elif result.outcome is TransferOutcome.STALLED:
                 self._leave(job, result)
+            elif result.outcome is TransferOutcome.ARRIVING:
+                job.arrival = result.arrival
+            elif job.is_arriving and result.outcome is not TransferOutcome.DONE:
+                raise BackendStalled(
+                    f"job {result.job_id} was sure to end well and did not ({result.reason}); what "
+                    "was computed since may be wrong, and the engine must stop"
+                )
             else:
                 del self._jobs[result.job_id]
                 self._finish(job, result)
+
+    def _report_arrivals(self) -> None:
+        """Tells vLLM that loads have ended whose last bytes the device will wait for.
+
+        Only where nothing else is computed: what runs beside a load must not wait for it.
+        """
+        for job in self._jobs.values():
+            plan = job.plan
+            if job.arrival is None or job.is_reported or not self._is_present(plan.epoch):
+                continue
+            job.is_reported = job.is_arriving = True
+            self._received.add(plan.request_id)
+            self._answers.append(RankAnswer(plan.job_id, self.rank, True, arriving=True))
+
+    def _order_arrivals(self) -> None:
+        """Has the device do what is submitted from now on after the loads that were reported."""
+        for job in self._jobs.values():
+            if job.is_arriving and job.arrival is not None:
+                job.arrival.wait()
 
     def _leave(self, job: _OpenJob, result: JobResult) -> None:
         """Goes on without a job that the pool cannot end; its blocks are not free yet."""
@@ -376,8 +419,9 @@ class WorkerSide:
         if job.begun_s is not None and result.outcome is not TransferOutcome.NOT_ATTEMPTED:
             samples = self.load_seconds if job.is_load else self.store_seconds
             samples.add(self._clock() - job.begun_s)
-        if job.is_load and succeeded and not self._is_present(plan.epoch):
-            # Reset while it was on its way: what it brought is from before.
+        if job.is_load and succeeded and not job.is_arriving and not self._is_present(plan.epoch):
+            # Reset while it was on its way: what it brought is from before. Of one that vLLM took
+            # for ended before the reset, its own cache knows that.
             succeeded = False
         self._answers.append(
             RankAnswer(

@@ -49,6 +49,7 @@ _FAILED: Final = LeaseState.FAILED
 _LOAD_SETTLED: Final = events.LoadSettled()
 _LOAD_FAILED: Final = events.LoadFailed()
 _LOAD_STALLED: Final = events.LoadStalled()
+_LOAD_ARRIVED: Final = events.LoadArrived()
 _SYNC_LOAD_FAILED: Final = events.SyncLoadFailed()
 _LEASE_CLOSED: Final = events.LeaseClosed()
 _LEASES_DRAINED: Final = events.LeasesDrained()
@@ -130,7 +131,8 @@ class Core(StoreRules):
             events.LeaseSent: self._on_lease_sent,
             events.RankSucceeded: self._on_rank_answered,
             events.RankFailed: self._on_rank_answered,
-            events.RankStalled: self._on_rank_stalled,
+            events.RankStalled: self._on_rank_reported,
+            events.RankArriving: self._on_rank_reported,
             events.EpochRaised: self._on_epoch_raised,
         }
 
@@ -340,25 +342,26 @@ class Core(StoreRules):
             self._note_failure(lease, event)
         if lease.ranks_left:
             self._fire(lease, _RANK_ANSWERED)
-            self._leave_stalled(lease)
+            self._leave(lease)
         else:
             self._fire(lease, _SOME_RANK_FAILED if lease.failed else _ALL_RANKS_SUCCEEDED)
             self._close(lease)
 
-    def _on_rank_stalled(self, event: events.RankStalled) -> None:
+    def _on_rank_reported(self, event: "events.RankStalled | events.RankArriving") -> None:
         lease = self.leases.get(event.job_id)
         bit = 1 << event.rank
-        if lease is None or not lease.ranks_left & ~lease.ranks_stalled & bit:
+        reported = lease.ranks_stalled | lease.ranks_arriving if lease is not None else 0
+        if lease is None or not lease.ranks_left & ~reported & bit:
             self.counters.answers_unknown += 1
             return
         if lease.kind is not LeaseKind.LOAD or lease.synchronous:
-            raise UsageError(f"{lease.identity} cannot be left to a rank that has stalled")
+            raise UsageError(f"{lease.identity} cannot be left to a rank that has not ended it")
         self._fire(lease, event)
-        self._leave_stalled(lease)
+        self._leave(lease)
 
-    def _leave_stalled(self, lease: TransferLease) -> None:
+    def _leave(self, lease: TransferLease) -> None:
         """Tells the request once the engine has heard from every rank that its load has ended."""
-        if not lease.ranks_stalled or lease.ranks_left & ~lease.ranks_stalled:
+        if lease.ranks_left & ~(lease.ranks_stalled | lease.ranks_arriving):
             return
         request = lease.request
         if (
@@ -366,11 +369,12 @@ class Core(StoreRules):
             and request.state is _LOADING
             and request.load_job_id == lease.job_id
         ):
-            self._fire(request, _LOAD_STALLED)
+            self._fire(request, _LOAD_STALLED if lease.failed else _LOAD_ARRIVED)
 
     def _note_failure(self, lease: TransferLease, event: events.RankFailed) -> None:
         lease.failed = True
         lease.attempted = lease.attempted or event.attempted
+        lease.broken = lease.broken or bool(lease.ranks_arriving >> event.rank & 1)
         if event.attempted and lease.kind is LeaseKind.LOAD and lease.epoch == self.epoch:
             self.quarantine.add(event.failed_hashes, self.now_s)
 

@@ -30,6 +30,8 @@ class CoreCounters:
         loads_failed: Loads that some rank could not do.
         loads_not_attempted: Failed loads of which no rank had begun its part.
         loads_stalled: Loads that some rank reported as failed while it could still write.
+        loads_arriving: Loads that some rank reported as ended while their last bytes were on their
+            way.
         tokens_restored: Tokens covered by settled loads.
         stores_started: Stores planned.
         stores_settled: Stores that every rank did.
@@ -62,6 +64,7 @@ class CoreCounters:
     loads_failed: int = 0
     loads_not_attempted: int = 0
     loads_stalled: int = 0
+    loads_arriving: int = 0
     tokens_restored: int = 0
     stores_started: int = 0
     stores_settled: int = 0

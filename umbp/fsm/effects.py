@@ -225,6 +225,12 @@ def finish_load(core: "Core", request: RequestContext, _: events.LoadSettled) ->
     core.note_filling(request)
 
 
+def run_ahead(core: "Core", request: RequestContext, _: events.LoadArrived) -> None:
+    """Lets the life go on from the restored tokens, of which the last are still on their way."""
+    request.load_job_id = None
+    core.note_filling(request)
+
+
 def fail_load(core: "Core", request: RequestContext, event: events.LoadFailed) -> None:
     """Sends the request back to be computed, and never tries again for it."""
     request.open_leases -= 1
@@ -298,14 +304,26 @@ def stall_lease(core: "Core", lease: TransferLease, _: events.LeaseExpired) -> N
     core.emit(commands.CancelTransfer(lease))
 
 
-def hold_blocks(core: "Core", lease: TransferLease, event: events.RankStalled) -> None:
-    """Holds the blocks of a load that the engine believes to have ended."""
+def hold_stalled(core: "Core", lease: TransferLease, event: events.RankStalled) -> None:
+    """Holds the blocks of a load that the engine believes to have failed."""
     lease.failed = True
     lease.attempted = True
+    core.counters.loads_stalled += not lease.ranks_stalled
     lease.ranks_stalled |= 1 << event.rank
+    _hold(core, lease)
+
+
+def hold_arriving(core: "Core", lease: TransferLease, event: events.RankArriving) -> None:
+    """Holds the blocks of a load that the engine believes to have ended well."""
+    core.counters.loads_arriving += not lease.ranks_arriving
+    lease.ranks_arriving |= 1 << event.rank
+    _hold(core, lease)
+
+
+def _hold(core: "Core", lease: TransferLease) -> None:
+    """Pins the blocks of a load, once."""
     if not lease.pinned:
         _pin(core, lease)
-        core.counters.loads_stalled += 1
         core.emit(commands.PinBlocks(lease))
 
 
@@ -342,12 +360,12 @@ def release_lease(core: "Core", lease: TransferLease, _: events.LeaseReleased) -
 
     The engine puts the blocks of a synchronous load into its own prefix cache before the load has
     ended, so that any life may share them, whatever became of the request. When such a load fails,
-    no life that is going on may store.
+    no life that is going on may store. Nor when one fails that was said to have ended well.
     """
     if lease.pinned:
         core.pinned_blocks -= lease.block_count
         core.emit(commands.ReleasePins(lease))
     if lease.synchronous:
         core.sync_loads -= 1
-        if lease.failed:
-            core.bar_all_stores()
+    if lease.broken or (lease.synchronous and lease.failed):
+        core.bar_all_stores()

@@ -209,6 +209,22 @@ class RankStalled:
 
 
 @value(eq=False)
+class RankArriving:
+    """One rank's part of an asynchronous load can no longer fail, and still writes the blocks.
+
+    Whatever the engine computes from now on finds it in place, because the device is told to wait
+    for it, and so the engine was told that it has ended. Its answer follows when it has.
+
+    Attributes:
+        job_id: The transfer.
+        rank: The rank.
+    """
+
+    job_id: int
+    rank: int
+
+
+@value(eq=False)
 class EpochRaised:
     """The store was reset.
 
@@ -243,6 +259,11 @@ class LoadFailed:
 @value(eq=False)
 class LoadStalled:
     """Every rank has reported the end of the load that the request waits for; some still work."""
+
+
+@value(eq=False)
+class LoadArrived:
+    """Every rank has reported the end of the load that the request waits for; some still write."""
 
 
 @value(eq=False)
@@ -315,6 +336,7 @@ Event: TypeAlias = (
     | RankSucceeded
     | RankFailed
     | RankStalled
+    | RankArriving
     | EpochRaised
 )
 """What ``Core.step`` takes."""

@@ -64,7 +64,7 @@ class TransferLease:
     reused. It has the same lifecycle, and nobody to tell when it has ended.
 
     The blocks of a store are pinned by its lease alone. The blocks of a load belong to the
-    request, which the engine keeps until the workers report the load's end; should they report it
+    request, which the engine keeps until the workers report the load's end; when they report it
     while one of them can still write, the lease pins these blocks, too.
 
     Attributes:
@@ -80,10 +80,13 @@ class TransferLease:
         ranks_left: Bit mask of the ranks that have not answered.
         ranks_stalled: Bit mask of the ranks that were reported as stalled, also if they have
             answered since.
+        ranks_arriving: Bit mask of the ranks that were reported as arriving, also if they have
+            answered since.
         pinned: Whether the lease pins its blocks.
         synchronous: A load that the same step's forward pass reads.
         failed: Some rank has answered that it failed.
         attempted: Some rank that failed had begun its part.
+        broken: A rank failed that the engine had been told has ended well.
         state: State of the lifecycle; written by ``Core`` only.
         deadline_s: When it is cancelled, and cancelled again.
         wake_s: When the deadline queue looks at it next.
@@ -100,10 +103,12 @@ class TransferLease:
     end_tokens: int
     ranks_left: int
     ranks_stalled: int = 0
+    ranks_arriving: int = 0
     pinned: bool = False
     synchronous: bool = False
     failed: bool = False
     attempted: bool = False
+    broken: bool = False
     state: LeaseState = LeaseState.SUBMITTED
     deadline_s: float = math.inf
     wake_s: float = math.inf

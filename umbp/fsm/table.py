@@ -16,6 +16,9 @@ blocks back but cannot take back what a transfer is reading.
   they can at most ask for the transfer's end.
 * A request need not wait for a load that a rank cannot end: once every rank has answered or is
   known to be stalled, the request is computed (``LoadStalled``), and the lease keeps the blocks.
+* Nor for the last bytes of a load that cannot fail any more, where the device itself waits for them
+  before it computes: once every rank has answered or is known to be arriving, the request goes on
+  from the restored tokens (``LoadArrived``), and the lease keeps the blocks.
 * A request is ``FINISHED`` only when no lease of any of its lives is open.
 * A store may belong to no request at all (``ReuseNeared``): blocks that are free in the engine's
   eyes and about to be reused. Its lease goes the same way, under the same deadlines; when it ends
@@ -44,7 +47,7 @@ Invariants
 ----------
 
 * A block is pinned once by each open store lease that names it, and by each open load lease of
-  which a rank has stalled; by nothing else of ours.
+  which a rank has stalled or is arriving; by nothing else of ours.
 * A lease is released exactly once. ``open_leases`` of a request counts its unreleased leases.
 * ``planned_tokens`` of a life never decreases, but for a load that failed before the life had
   stored anything; so nothing is stored twice by one life.
@@ -118,6 +121,7 @@ REQUEST_TABLE: Final = (
     Row(events.LoadSettled, (_P.LOADING,), _P.RUNNING, effects.finish_load),
     Row(events.LoadFailed, (_P.LOADING,), _P.LOOKUP, effects.fail_load),
     Row(events.LoadStalled, (_P.LOADING,), _P.LOOKUP, effects.leave_load),
+    Row(events.LoadArrived, (_P.LOADING,), _P.RUNNING, effects.run_ahead),
     Row(events.SyncLoadFailed, (_P.LOADING,), _P.RUNNING, effects.fail_sync_load),
     # The lease has its own deadline, which cancels the transfer.
     Row(events.LoadExpired, (_P.LOADING,), _P.LOADING),
@@ -148,7 +152,8 @@ LEASE_TABLE: Final = (
     Row(events.RankAnswered, _SENT, STAY),
     Row(events.AllRanksSucceeded, _SENT, _L.SETTLED, effects.settle_lease),
     Row(events.SomeRankFailed, _SENT, _L.FAILED, effects.fail_lease),
-    Row(events.RankStalled, _SENT, _L.STALLED, effects.hold_blocks),
+    Row(events.RankStalled, _SENT, _L.STALLED, effects.hold_stalled),
+    Row(events.RankArriving, _SENT, STAY, effects.hold_arriving),
     Row(events.LeaseExpired, (_L.SUBMITTED,), _L.FAILED, effects.abandon_lease),
     Row(events.LeaseExpired, _SENT, _L.STALLED, effects.stall_lease),
     Row(events.LeaseReleased, (_L.SETTLED, _L.FAILED), _L.RELEASED, effects.release_lease),

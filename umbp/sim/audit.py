@@ -4,7 +4,7 @@
 from collections import Counter
 from typing import Any, Final
 
-from umbp.connector.metadata import WorkerMetadata
+from umbp.connector.metadata import RankAnswer, WorkerMetadata
 from umbp.fsm import LeaseKind, RequestContext, RequestState, TransferLease
 from umbp.sim.clock import VirtualClock
 from umbp.sim.connector import SimStoreConnector
@@ -34,6 +34,8 @@ class Audit:
         # Per rank, loads that vLLM waits for, by request id.
         self._awaited: list[Counter[str]] = [Counter() for _ in range(self._ranks)]
         self._unanswered: dict[int, set[int]] = {}
+        # (job id, rank) of loads that were said to have ended well before they had.
+        self._arriving: set[tuple[int, int]] = set()
         self._open_loads: dict[int, TransferLease] = {}
         self._failed: set[RequestContext] = set()
         self._quarantined: dict[bytes, float] = {}
@@ -107,6 +109,7 @@ class Audit:
             "synchronous loads": core.sync_loads,
             "unreported loads": sum(awaited.total() for awaited in self._awaited),
             "unanswered jobs": len(self._unanswered),
+            "loads on their way": len(self._arriving),
         }
         found = {what: count for what, count in left.items() if count}
         if found:
@@ -150,19 +153,33 @@ class Audit:
             ranks = self._unanswered.get(answer.job_id)
             if ranks is None or answer.rank not in ranks:
                 raise OracleError(f"rank {answer.rank} answers job {answer.job_id} twice")
+            promised = (answer.job_id, answer.rank) in self._arriving
+            self._check_epoch(answer, known_epoch, promised=promised)
+            if answer.arriving:
+                if promised:
+                    raise OracleError(f"job {answer.job_id} arrives twice on rank {answer.rank}")
+                self._arriving.add((answer.job_id, answer.rank))
+                continue
+            self._arriving.discard((answer.job_id, answer.rank))
+            if promised and not answer.succeeded:
+                raise OracleError(f"rank {answer.rank} takes back the end of job {answer.job_id}")
             ranks.discard(answer.rank)
             if not ranks:
                 del self._unanswered[answer.job_id]
             lease = self._core.leases.get(answer.job_id)
-            if lease is None or lease.kind is not LeaseKind.LOAD:
-                continue
-            if answer.succeeded:
-                if lease.epoch < known_epoch:
-                    raise OracleError(
-                        f"rank {answer.rank} reports {lease.identity} of epoch {lease.epoch} as "
-                        f"good, and knows of epoch {known_epoch}"
-                    )
+            if lease is None or lease.kind is not LeaseKind.LOAD or answer.succeeded:
                 continue
             if answer.attempted and lease.epoch == self._core.epoch:
                 for block_hash in answer.failed_hashes:
                     self._quarantined[block_hash] = self._clock.now()
+
+    def _check_epoch(self, answer: RankAnswer, known_epoch: int, *, promised: bool) -> None:
+        """Checks that no load from before a reset is said to have ended well after it."""
+        lease = self._core.leases.get(answer.job_id)
+        if lease is None or lease.kind is not LeaseKind.LOAD or not answer.succeeded or promised:
+            return
+        if lease.epoch < known_epoch:
+            raise OracleError(
+                f"rank {answer.rank} reports {lease.identity} of epoch {lease.epoch} as "
+                f"good, and knows of epoch {known_epoch}"
+            )

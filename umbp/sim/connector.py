@@ -16,6 +16,7 @@ from umbp.connector.config import ConnectorConfig
 from umbp.connector.connector import UMBPStoreConnector
 from umbp.connector.scheduler import SchedulerSide
 from umbp.connector.setup import WorkerParts, open_scheduler_side
+from umbp.connector.support import loads_may_arrive
 from umbp.connector.worker import WorkerSide
 from umbp.keys import KeySpace
 from umbp.sim.lookup import SimLookupClient
@@ -55,7 +56,7 @@ class SimStoreConnector(UMBPStoreConnector):
         )
 
     def _open_worker_parts(self, config: ConnectorConfig, keyspace: KeySpace) -> WorkerParts:
-        return _SimParts(config, keyspace, self._vllm_config.parallel_config.rank, self._site)
+        return _SimParts(config, keyspace, self._vllm_config, self._site)
 
 
 def _open_lookup(site: SimSite, config: ConnectorConfig, keyspace: KeySpace) -> LookupClient:
@@ -73,9 +74,10 @@ class _SimParts(WorkerParts):
     """A worker's parts on a simulated pool: no memory to register, no lookups to serve."""
 
     def __init__(
-        self, config: ConnectorConfig, keyspace: KeySpace, rank: int, site: SimSite
+        self, config: ConnectorConfig, keyspace: KeySpace, vllm_config: Any, site: SimSite
     ) -> None:
-        super().__init__(config, keyspace, rank, site.pools[rank])
+        rank = vllm_config.parallel_config.rank
+        super().__init__(config, keyspace, rank, site.pools[rank], vllm_config=vllm_config)
         self._clock = site.world.clock
 
     def register(self, kv_caches: Mapping[str, Any], kv_cache_config: Any) -> WorkerSide:
@@ -84,6 +86,7 @@ class _SimParts(WorkerParts):
             keyspace=self._keyspace,
             rank=self._rank,
             timeout_ms=self._config.options.timeout_ms,
+            loads_may_arrive=loads_may_arrive(self._vllm_config, kv_cache_config),
             clock=self._clock.now,
             sleep=self._clock.rest,
         )

@@ -15,6 +15,7 @@ from umbp.fsm import (
     LookupAnswered,
     LookupAsked,
     PinBlocks,
+    RankArriving,
     RankFailed,
     RankStalled,
     RankSucceeded,
@@ -184,7 +185,7 @@ def event_tokens(event: Event) -> tuple[int, int] | None:
 def describe_lease(lease: TransferLease, event: Event) -> str:
     """Says which transfer an event is about, and which rank."""
     what = f"{lease.kind.value} {lease.job_id}"
-    if isinstance(event, RankSucceeded | RankFailed | RankStalled):
+    if isinstance(event, RankSucceeded | RankFailed | RankStalled | RankArriving):
         what += f" rank {event.rank}"
         if isinstance(event, RankFailed):
             what += (

@@ -3,7 +3,8 @@
 
 Bytes move when a job ends, not when it is handed over: a store reads its source blocks as late as
 it may, and a load writes its destination in two pieces with nonsense before. Whoever reuses a block
-too early is found out by its content.
+too early is found out by its content. A load that may arrive says so after its first piece; the
+second comes when it ends, or when a step has it waited for.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,6 +38,7 @@ class _Job:
         contents: Of a load that has begun, what it writes; None for each object that is missing.
         begun: It touches its blocks.
         begun_s: Since when.
+        whole: A load whose bytes are all there; only the end has still to be said.
     """
 
     job: TransferJob
@@ -45,6 +47,7 @@ class _Job:
     contents: list[StoredPage | None] = attrs.field(factory=list)
     begun: bool = False
     begun_s: float = 0.0
+    whole: bool = False
 
     def pairs(self) -> list[tuple[bytes, int]]:
         """Returns (key, block id) of every object."""
@@ -53,6 +56,17 @@ class _Job:
             for part in self.job.parts
             for key, block_id in zip(part.keys, part.block_ids, strict=True)
         ]
+
+
+@attrs.frozen(eq=False)
+class _SimArrival:
+    """An ``Arrival``: in this memory, work that is submitted is done."""
+
+    wait_for: Callable[[], None]
+
+    def wait(self) -> None:
+        """See ``Arrival.wait``."""
+        self.wait_for()
 
 
 class SimPool:
@@ -206,10 +220,26 @@ class SimPool:
         """Moves every second object; the others follow at the end."""
         if job.is_load:
             self._write(job, slice(0, None, 2))
+            if job.job.may_arrive and job.fault is TransferFault.NONE and None not in job.contents:
+                self._results.append(
+                    JobResult(
+                        job.job.job_id,
+                        TransferOutcome.ARRIVING,
+                        arrival=_SimArrival(lambda: self._arrive(job)),
+                    )
+                )
         delay_s = self._faults.latency_s() / 4
         if job.fault is TransferFault.LATE:
             delay_s = self._timeout_s * 0.4
         self._clock.call_in(delay_s, lambda: self._finish(job))
+
+    def _arrive(self, job: _Job) -> None:
+        """Moves what is left of a load."""
+        if not job.whole:
+            job.whole = True
+            self._write(job, slice(1, None, 2))
+            for _, block_id in job.pairs():
+                self._memory.end_load(block_id)
 
     def _write(self, job: _Job, which: slice) -> None:
         for (_, block_id), content in list(zip(job.pairs(), job.contents, strict=True))[which]:
@@ -220,11 +250,10 @@ class SimPool:
         pairs = job.pairs()
         lost = self._lost(job, pairs)
         if job.is_load:
-            self._write(job, slice(1, None, 2))
+            self._arrive(job)
             for key, block_id in pairs:
                 if key in lost:
                     self._memory.scribble(block_id)
-                self._memory.end_load(block_id)
         else:
             for key, block_id in pairs:
                 if key not in lost:

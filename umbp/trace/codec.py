@@ -28,6 +28,7 @@ from umbp.fsm import (
     LookupAsked,
     LookupSkipped,
     Preempted,
+    RankArriving,
     RankFailed,
     RankStalled,
     RankSucceeded,
@@ -54,6 +55,7 @@ EVENTS: Final[Mapping[str, Callable[..., Event]]] = {
         RankSucceeded,
         RankFailed,
         RankStalled,
+        RankArriving,
         EpochRaised,
     )
 }

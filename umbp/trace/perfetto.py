@@ -16,7 +16,7 @@ from umbp.trace.replay import Played, Transition
 _REQUESTS: Final = 1
 _TRANSFERS: Final = 2
 _MICROSECONDS: Final = 1e6
-_ANSWERS: Final = ("RankSucceeded", "RankFailed", "RankStalled")
+_ANSWERS: Final = ("RankSucceeded", "RankFailed", "RankStalled", "RankArriving")
 _PLANNED: Final = ("StartLoad", "StartStore")
 _FINAL: Final = ("FINISHED", "RELEASED")
 

@@ -114,6 +114,7 @@ class Answer(Protocol):
     bytes_moved: int
     reason: str
     stalled: bool
+    arriving: bool
 
 
 class Sink(Protocol):
@@ -170,7 +171,7 @@ class SpanLog:
         for answer in self._answers.pop(lease.job_id, ()):
             span.facts["umbp.bytes"] = int(span.facts["umbp.bytes"]) + answer.bytes_moved
             note: Facts = {"umbp.rank": answer.rank, "umbp.succeeded": answer.succeeded}
-            span.note("RankStalled" if answer.stalled else "RankAnswered", now_s, note)
+            span.note(_answer_name(answer), now_s, note)
             if not answer.succeeded:
                 span.error = span.error or answer.reason or "failed"
         facts_of = _NOTED.get(type(event))
@@ -264,6 +265,12 @@ class SpannedCore(TracedCore):
                 self.spans.lease_moved(subject, event, self.now_s)
         else:
             self.spans.request_moved(subject, event, source, self.now_s)
+
+
+def _answer_name(answer: Answer) -> str:
+    if answer.stalled:
+        return "RankStalled"
+    return "RankArriving" if answer.arriving else "RankAnswered"
 
 
 def _state_span(request: RequestContext, life: int, now_s: float) -> Span:

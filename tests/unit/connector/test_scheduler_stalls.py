@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A load that a rank cannot end: what vLLM takes back is nobody else's until it does."""
+"""Loads that a rank cannot end yet: what vLLM takes back is nobody else's until it does."""
 
 from umbp.connector.metadata import RankAnswer, WorkerMetadata
 
@@ -21,3 +21,20 @@ def test_a_stalled_load_holds_its_blocks_when_vllm_takes_them_back() -> None:
     bench.side.take_worker_answers(WorkerMetadata([RankAnswer(plan.job_id, 1, True)]))
     assert [bench.pool.blocks[b].ref_cnt for b in table] == [0, 0, 0]
     assert not bench.side.has_open_transfers()
+
+
+def test_an_arriving_load_holds_its_blocks_when_vllm_frees_them() -> None:
+    bench = Bench()
+    bench.store_hashes(2)
+    request = FakeRequest.of("a", 40)
+    table = bench.admit(request)
+    (plan,) = bench.idle_step().loads
+    arriving = RankAnswer(plan.job_id, 0, True, arriving=True)
+    bench.side.take_worker_answers(WorkerMetadata([arriving]))
+    bench.pool.free(table)
+    assert [bench.pool.blocks[b].ref_cnt for b in table] == [1, 1, 0]
+    assert bench.side.has_open_transfers()
+    bench.side.take_worker_answers(WorkerMetadata([RankAnswer(plan.job_id, 0, True)]))
+    assert [bench.pool.blocks[b].ref_cnt for b in table] == [0, 0, 0]
+    assert not bench.side.has_open_transfers()
+    assert bench.side.counters()["loads_arriving"] == 1

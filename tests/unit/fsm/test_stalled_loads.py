@@ -114,7 +114,7 @@ def test_only_an_asynchronous_load_can_be_left() -> None:
     assert store is not None
     for one, lease in ((driver, load), (store_driver, store)):
         before = snapshot(one.core)
-        with pytest.raises(UsageError, match="cannot be left to a rank that has stalled"):
+        with pytest.raises(UsageError, match="cannot be left to a rank that has not ended it"):
             stall(one, lease)
         assert snapshot(one.core) == before
 
