@@ -25,13 +25,20 @@ def overwrite_kv_memory(worker: Any, seed: int = 7) -> None:
     """Fills all KV memory with finite noise, so that nothing can be read from stale blocks."""
     import torch
 
-    generator = torch.Generator().manual_seed(seed)
+    overwritten = set()
     for cache in worker.model_runner.kv_caches:
-        # On a GPU recurrent state is a list of tensors over one allocation.
+        # On a GPU recurrent state is a list of tensors over one allocation, as layers may be.
         for tensor in cache if isinstance(cache, list | tuple) else (cache,):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() in overwritten:
+                continue
+            overwritten.add(storage.data_ptr())
             flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            flat.set_(tensor.untyped_storage())
-            flat.copy_(torch.randn(flat.shape, generator=generator) * 3)
+            flat.set_(storage)
+            generator = torch.Generator(flat.device).manual_seed(seed + len(overwritten))
+            for piece in flat.split(1 << 26):
+                noise = torch.randn(piece.shape, generator=generator, device=piece.device)
+                piece.copy_(noise * 3)
 
 
 def change_byte(worker: Any, block_id: int, layer_index: int, token_index: int) -> None:

@@ -39,6 +39,12 @@ _OF_A_HYBRID: Final = {
     # Where FlashInfer would be taken, it has to be there.
     "additional_config": {"gdn_prefill_backend": "triton"},
 }
+_OF_8B: Final = {
+    "kv_cache_memory_bytes": 2 << 30,
+    "num_gpu_blocks_override": 768,
+    "max_model_len": 8704,
+    "max_num_batched_tokens": 2048,
+}
 _ON_TWO: Final = {
     "tensor_parallel_size": 2,
     "distributed_executor_backend": "mp",
@@ -58,13 +64,15 @@ def on_a_gpu(
 
     Args:
         backend: Name of the backend.
-        model: ``"llama_wide"``, or one of ``HYBRIDS``.
+        model: ``"llama_wide"``, ``"llama_8b"``, or one of ``HYBRIDS``.
         ranks: 1 or 2.
         changes: Further fields of ``EngineSettings``; variables are added to those that all have.
     """
     arguments = dict(_ON_A_GPU)
     if model in HYBRIDS:
         arguments |= _OF_A_HYBRID
+    if model == "llama_8b":
+        arguments |= _OF_8B
     if ranks == 2:
         arguments |= _ON_TWO
     environment = _VARIABLES | changes.pop("environment", {})

@@ -18,10 +18,12 @@ import torch
 from engine import full_blocks, prompt
 from engine_process import EngineProcess, Engines
 from gpu_engines import HYBRIDS, on_a_gpu
+from tiny_models import CONFIGS
 
 from umbp.backends.mori_library import MoriLibrary
 from umbp.backends.mori_server import ServerProcess, ServerSettings, wait_until_listening
 from umbp.backends.server_address import parse_address
+from umbp.cli.random_model import make_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -86,9 +88,51 @@ def test_a_load_that_fails_on_one_rank_is_computed_once(engines: Engines, rank: 
     assert engines.release(settings) == []
 
 
+@pytest.fixture(scope="module")
+def llama_8b(engines: Engines) -> None:
+    """Writes a model of Llama-3.1-8B's shape."""
+    make_model(engines.models / "llama_8b", CONFIGS["llama_8b"], device="cuda")
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.usefixtures("llama_8b")
+@pytest.mark.parametrize("backend", ["memory", "embedded"])
+def test_two_ranks_restore_a_model_of_eight_billion_parameters(
+    engines: Engines, request: pytest.FixtureRequest, backend: str
+) -> None:
+    if backend == "embedded":
+        request.getfixturevalue("mori")
+    settings = on_a_gpu(
+        backend, "llama_8b", ranks=2, options={"total_capacity_bytes": 4 << 30, "timeout_ms": 10000}
+    )
+    engine = engines.shared(settings)
+    for token_count in (1000, 8209):
+        tokens = prompt(token_count, seed=705 + token_count)
+        cold = engine.answer(tokens)
+        hit = engine.answer(tokens)
+        assert engine.reset_local()
+        before = engine.counters()
+        restored = engine.answer(tokens)
+        after = engine.counters()
+        assert (cold.local_tokens, cold.external_tokens) == (0, 0)
+        assert hit.local_tokens == restored.external_tokens == full_blocks(token_count)
+        assert restored.tokens == hit.tokens
+        assert len(set(hit.tokens)) > 5, "output does not vary, so it proves nothing"
+        assert after["loads_failed"] == before["loads_failed"]
+        if backend == "memory":
+            # Both ranks computed what was still on its way.
+            assert after["loads_arriving"] == before["loads_arriving"] + 1
+    assert engines.release(settings) == []
+
+
+@pytest.mark.parametrize("backend", ["memory", "embedded"])
 @pytest.mark.parametrize("model", HYBRIDS)
-def test_two_ranks_restore_the_state_of_a_hybrid(engines: Engines, model: str) -> None:
-    settings = on_a_gpu("memory", model, ranks=2)
+def test_two_ranks_restore_the_state_of_a_hybrid(
+    engines: Engines, request: pytest.FixtureRequest, model: str, backend: str
+) -> None:
+    if backend == "embedded":
+        request.getfixturevalue("mori")
+    settings = on_a_gpu(backend, model, ranks=2)
     engine = engines.shared(settings)
     for token_count in (305, 1281):
         tokens = prompt(token_count, seed=703)

@@ -54,13 +54,14 @@ _OTHER_GAIN: Final = 1.5
 _EMBEDDING_STD: Final = 0.02
 
 
-def make_model(folder: Path, config: dict[str, Any], *, seed: int = 0) -> Path:
+def make_model(folder: Path, config: dict[str, Any], *, seed: int = 0, device: str = "cpu") -> Path:
     """Writes a model that vLLM loads; does nothing when the folder holds it already.
 
     Args:
         folder: Where the model goes; made when it is not there.
         config: The model's ``config.json``.
-        seed: Other weights for each seed.
+        seed: Other weights for each seed, and for each kind of device.
+        device: Where they are made; on a GPU in the precision in which they are written.
 
     Returns:
         The folder.
@@ -68,22 +69,22 @@ def make_model(folder: Path, config: dict[str, Any], *, seed: int = 0) -> Path:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    if (folder / "model.safetensors").exists():
+    if any(folder.glob("*.safetensors")):
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config | {"torch_dtype": "bfloat16"}))
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.from_pretrained(folder), dtype=torch.float32
-    )
-    generator = torch.Generator().manual_seed(seed + 1)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
+    generator = torch.Generator(device).manual_seed(seed + 1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             constant = _constant(name)
             if constant is not None:
                 parameter.fill_(constant)
             elif parameter.dim() >= 2:
-                noise = torch.randn(parameter.shape, generator=generator)
+                noise = torch.randn(parameter.shape, generator=generator, device=device)
                 is_kernel = "conv" in name and parameter.dim() == 3
                 deviation = 0.7 if is_kernel else _deviation(name, parameter.shape[-1])
                 parameter.copy_(noise * deviation)
