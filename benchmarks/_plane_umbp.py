@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""umbp, twice: with workers that are played, as those of the others are, and with real ones."""
+"""umbp: with workers that are played, as those of the others are, and twice with real ones."""
 
 import os
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from _plane_engine import PlaneEngine, Shape
@@ -11,6 +11,7 @@ from _plane_peers import Played
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from umbp.backends.base import LookupAnswer, LookupQuestion
+from umbp.backends.memory import MemoryBackend
 from umbp.connector import UMBPStoreConnector
 from umbp.connector.metadata import RankAnswer, WorkerMetadata
 from umbp.connector.setup import open_scheduler_side
@@ -96,17 +97,30 @@ class Umbp(Played):
         self._lookups.finds = found
 
 
-class UmbpOnSockets:
-    """umbp with its ``memory`` backend: real workers, pools and sockets.
+class MemoryElsewhere(MemoryBackend):
+    """The ``memory`` backend, asked as one in another process is."""
+
+    contains_is_local: ClassVar[bool] = False
+
+
+class SocketStoreConnector(UMBPStoreConnector):
+    """``UMBPStoreConnector`` that asks workers of its own process over their sockets, too."""
+
+    _find_backend = staticmethod(lambda _: MemoryElsewhere)
+
+
+class UmbpInProcess:
+    """umbp with its ``memory`` backend: real workers and pools, in the scheduler's process.
 
     Args:
         options: Options of its own.
         with_workers: Whether it has any; without, no lookup is ever answered.
     """
 
-    name = "umbp, sockets"
+    name = "umbp, in process"
     module = "umbp.connector"
     type_name = "UMBPStoreConnector"
+    worker_type: type[UMBPStoreConnector] = UMBPStoreConnector
     finds_any = False
     _serial = 0
 
@@ -117,11 +131,11 @@ class UmbpOnSockets:
 
     def options(self, shape: Shape) -> dict[str, Any]:
         """See ``Connector``."""
-        UmbpOnSockets._serial += 1
+        UmbpInProcess._serial += 1
         return {
             "backend": "memory",
             "total_capacity_bytes": _POOL_BYTES * shape.ranks,
-            "lookup_instance": f"bench-{os.getpid()}-{UmbpOnSockets._serial}",
+            "lookup_instance": f"bench-{os.getpid()}-{UmbpInProcess._serial}",
             "lookup_timeout_ms": int(_PATIENCE_S * 1000),
             **self._options,
         }
@@ -129,7 +143,7 @@ class UmbpOnSockets:
     def open(self, engine: PlaneEngine) -> None:
         """See ``Connector``."""
         for rank in range(engine.shape.ranks if self._with_workers else 0):
-            worker = UMBPStoreConnector(
+            worker = self.worker_type(
                 engine.rank_config(rank), KVConnectorRole.WORKER, engine.kv_cache_config
             )
             worker.register_kv_caches(engine.kv_caches())
@@ -174,3 +188,12 @@ class UmbpOnSockets:
         for worker in self.workers:
             worker.shutdown()
         self.workers.clear()
+
+
+class UmbpOnSockets(UmbpInProcess):
+    """The same with lookups over sockets, as with workers in processes of their own."""
+
+    name = "umbp, sockets"
+    module = "_plane_umbp"
+    type_name = "SocketStoreConnector"
+    worker_type = SocketStoreConnector

@@ -22,7 +22,7 @@ from _measure import origin
 from _plane_engine import Shape
 from _plane_peers import PEERS, InTree, SimpleCpu, usable
 from _plane_report import Judged, bars, bound, ratio, ratio_of_sums, table
-from _plane_umbp import Umbp, UmbpOnSockets
+from _plane_umbp import Umbp, UmbpInProcess, UmbpOnSockets
 
 SHORT, MIDDLE, LONG = 8_192, 32_768, 131_072
 GROWTH_MAX = 18.0
@@ -103,6 +103,9 @@ def measure(plan: Plan) -> Results:
     for groups, ranks, tokens in plan.shapes:
         shape = Shape(groups=groups, ranks=ranks, tokens=tokens)
         makers = [Umbp, UmbpOnSockets]
+        # vLLM runs no more than one worker in the scheduler's process.
+        if ranks == 1:
+            makers.append(UmbpInProcess)
         # Beside the others once; how umbp grows is judged by itself.
         if (groups, ranks, tokens) == (1, 1, plan.short):
             makers += others

@@ -5,9 +5,15 @@ Before a prompt is sent again, vLLM's prefix cache is emptied and all KV memory 
 that what the second answer rests on can only come from the store.
 """
 
+import threading
+from collections.abc import Sequence
+from unittest import mock
+
 import pytest
-from engine import BLOCK_TOKENS, full_blocks, prompt
+from engine import BLOCK_TOKENS, Answer, Engine, full_blocks, prompt
 from engine_process import EngineProcess
+
+from umbp.backends.lookup_server import LookupServer
 
 
 @pytest.mark.parametrize("offset", [-1, 0, 1])
@@ -40,6 +46,31 @@ def test_what_is_restored_can_be_shared_and_restored_again(engine: EngineProcess
         assert (restored.external_tokens, cached.local_tokens) == (192, 192)
         assert cold.tokens == restored.tokens == cached.tokens
     assert engine.counters()["stores_started"] == engine.counters()["stores_settled"]
+
+
+def answer_and_watch(engine: Engine, tokens: Sequence[int]) -> tuple[Answer, set[bool]]:
+    """Answers a prompt, and says whether its lookups were answered on the engine's own thread."""
+    are_own: set[bool] = set()
+    reply = LookupServer._reply
+
+    def watch(server: LookupServer, frame: bytes) -> object:
+        are_own.add(threading.current_thread() is threading.main_thread())
+        return reply(server, frame)
+
+    with mock.patch.object(LookupServer, "_reply", watch):
+        return engine.answer(tokens), are_own
+
+
+def test_a_pool_in_the_schedulers_process_is_called_unless_it_may_wait(
+    engine: EngineProcess, backend: str
+) -> None:
+    tokens = prompt(205, seed=38)
+    cold = engine.answer(tokens)
+    assert engine.reset_local()
+    restored, are_own = engine.run(answer_and_watch, tokens)
+    assert restored.external_tokens == full_blocks(205)
+    assert restored.tokens == cold.tokens
+    assert are_own == {backend == "memory"}
 
 
 def test_a_restore_begins_where_the_local_cache_ends(engine: EngineProcess) -> None:

@@ -1,19 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lookups under arbitrary input: masks come back as they were, and no frame stops a server."""
+"""Lookups under arbitrary input.
+
+Masks come back as they were, no frame stops a server, and a call has the answer of a socket.
+"""
 
 import contextlib
+import itertools
 import tempfile
-from collections.abc import Iterator, Sequence
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import attrs
 import msgspec
 import numpy as np
 import pytest
 import zmq
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from lookup_ranks import PATIENCE_S, one_answer, serving
 
-from umbp.backends.base import LookupPart, LookupQuestion
+from umbp.backends.base import LookupAnswer, LookupPart, LookupQuestion
+from umbp.backends.local_lookups import LOCAL_SERVERS
+from umbp.backends.lookup_client import SocketLookupClient
 from umbp.backends.lookup_messages import (
     PROTOCOL,
     MessageError,
@@ -204,3 +214,105 @@ def test_every_frame_gets_its_one_reply_and_the_next_question_works(
             assert bool(reply.error) == (reply.masks is None)
     last = decode_reply(server.raw.recv())
     assert last == Reply(PROTOCOL, LAST_ID, 0, (b"\xc0",), "")
+
+
+# A call and a socket.
+
+Contains = Callable[[Sequence[bytes]], Sequence[bool]]
+
+
+def holding(threshold: int) -> Contains:
+    """A pool of so many 256ths of all keys."""
+    return lambda keys: [zlib.crc32(key) % 256 < threshold for key in keys]
+
+
+def failing(text: str) -> Contains:
+    def fail(_: Sequence[bytes]) -> Sequence[bool]:
+        raise OSError(text)
+
+    return fail
+
+
+pools = (
+    st.integers(0, 256).map(holding)
+    | st.text().map(failing)
+    | st.integers(0, 9).map(lambda count: lambda _: [True] * count)
+)
+impossible = st.sampled_from(
+    [
+        LookupQuestion(0, -1, ()),
+        LookupQuestion(0, 0, (LookupPart(1 << 16, 1, b"1"),)),
+        LookupQuestion(0, 0, (LookupPart(0, 4, b"12345"),)),
+        LookupQuestion(0, 0, (LookupPart(0, 0, b""),)),
+        LookupQuestion(0, 0, (LookupPart(0, 1, b""),) * 257),
+    ]
+)
+
+
+class TwoWays:
+    """Two ranks that can be called, and clients of one or both, of their namespace or another."""
+
+    def __init__(self, directory: str, stack: contextlib.ExitStack) -> None:
+        self.ranks = stack.enter_context(serving(Path(directory), 2, are_local=True))
+        paths = [rank.path for rank in self.ranks]
+        # The third takes rank 1 for rank 0.
+        self.clients = [
+            SocketLookupClient(asked, namespace=namespace, lookup_timeout_ms=1000)
+            for namespace in (NAMESPACE, bytes(NAMESPACE_BYTES))
+            for asked in (paths, paths[:1], paths[1:])
+        ]
+        for client in self.clients:
+            stack.callback(client.close)
+        self._ids = itertools.count()
+
+    def ask(self, client: SocketLookupClient, question: LookupQuestion) -> LookupAnswer:
+        client.ask(attrs.evolve(question, question_id=next(self._ids)))
+        return one_answer(client, PATIENCE_S)
+
+    @contextlib.contextmanager
+    def sockets_only(self) -> Iterator[None]:
+        servers = [(rank.path, rank.server) for rank in self.ranks]
+        for path, server in servers:
+            assert server is not None
+            LOCAL_SERVERS.withdraw(path, server)
+        yield
+        for path, server in servers:
+            assert server is not None
+            LOCAL_SERVERS.announce(path, server)
+
+
+@pytest.fixture(scope="module")
+def two_ways() -> Iterator[TwoWays]:
+    with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
+        yield TwoWays(directory, stack)
+
+
+def found_by(answer: LookupAnswer) -> object:
+    """Everything that an answer says but for its reason, as something that can be compared."""
+    if answer.present is None:
+        assert answer.lacking is None
+        return None
+    assert answer.lacking is not None
+    return [
+        [(bool(here), answer.lacking(part, block)) for block, here in enumerate(mask)]
+        for part, mask in enumerate(answer.present)
+    ]
+
+
+@on_any_machine
+@given(questions | impossible, st.tuples(pools, pools), st.integers(0, 5))
+def test_a_call_has_the_answer_that_sockets_have(
+    two_ways: TwoWays, question: LookupQuestion, contains: tuple[Contains, Contains], which: int
+) -> None:
+    for rank, pool in zip(two_ways.ranks, contains, strict=True):
+        rank.contains = pool
+        rank.askers.clear()
+    client = two_ways.clients[which]
+    called = two_ways.ask(client, question)
+    assert {asker for rank in two_ways.ranks for asker in rank.askers} <= {threading.main_thread()}
+    with two_ways.sockets_only():
+        sent = two_ways.ask(client, question)
+    assert found_by(called) == found_by(sent)
+    # Of two ranks that refuse, the one that is named is the one whose reply comes first.
+    if not (called.reason.startswith("rank 0: ") and sent.reason.startswith("rank 1: ")):
+        assert called.reason == sent.reason

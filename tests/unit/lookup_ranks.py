@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks with a set of keys for a pool, for the tests of lookups over sockets."""
+"""Ranks with a set of keys for a pool, for the tests of lookups."""
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -38,13 +39,19 @@ def make_question(question_id: int = 1, blocks: int = 12, *, epoch: int = 3) -> 
 
 
 class Rank:
-    """A rank with a set of keys for a pool, which can be stopped and started."""
+    """A rank with a set of keys for a pool, which can be stopped and started.
+
+    Attributes:
+        askers: The threads that have asked the pool, in order.
+    """
 
     contains: Callable[[Sequence[bytes]], Sequence[bool]]
     """What the server asks; a test puts something else here while the server runs."""
 
-    def __init__(self, directory: Path, index: int) -> None:
+    def __init__(self, directory: Path, index: int, *, is_local: bool = False) -> None:
         self.index = index
+        self.is_local = is_local
+        self.askers: list[threading.Thread] = []
         self.path = socket_path(
             directory, namespace=NAMESPACE, dp_index=0, instance="t", rank=index
         )
@@ -56,6 +63,7 @@ class Rank:
         return [key in self.keys for key in keys]
 
     def _contains_now(self, keys: Sequence[bytes]) -> Sequence[bool]:
+        self.askers.append(threading.current_thread())
         return self.contains(keys)
 
     def hold(self, group_index: int, *blocks: int, epoch: int = 3) -> None:
@@ -70,6 +78,7 @@ class Rank:
             keyspace=KeySpace(namespace),
             rank=self.index if rank is None else rank,
             path=self.path,
+            contains_is_local=self.is_local,
         )
         return self.server
 
@@ -79,9 +88,9 @@ class Rank:
 
 
 @contextlib.contextmanager
-def serving(directory: Path, count: int) -> Iterator[list[Rank]]:
+def serving(directory: Path, count: int, *, are_local: bool = False) -> Iterator[list[Rank]]:
     """Runs the servers of some ranks."""
-    ranks = [Rank(directory, index) for index in range(count)]
+    ranks = [Rank(directory, index, is_local=are_local) for index in range(count)]
     for rank in ranks:
         rank.start()
     yield ranks

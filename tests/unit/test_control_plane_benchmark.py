@@ -175,7 +175,7 @@ def test_the_quick_mode_measures_everything(
     assert plane.main() == 0
     result = json.loads(path.read_text(encoding="utf-8"))
     (requests,) = result["requests"]
-    names = {"umbp", "umbp, sockets", "SimpleCPUOffload", "Offloading"}
+    names = {"umbp", "umbp, sockets", "umbp, in process", "SimpleCPUOffload", "Offloading"}
     assert names <= set(requests["samples"])
     for samples in requests["samples"].values():
         assert {len(values) for values in samples.values()} == {plane.QUICK.rounds}

@@ -28,7 +28,13 @@ from lookup_ranks import (
     wait_until,
 )
 
-from umbp.backends import lookup_client, lookup_messages, lookup_server, socket_path
+from umbp.backends import (
+    local_lookups,
+    lookup_client,
+    lookup_messages,
+    lookup_server,
+    socket_path,
+)
 from umbp.backends.lookup_client import SocketLookupClient
 from umbp.backends.lookup_messages import (
     MESSAGE_BYTES_MAX,
@@ -172,7 +178,9 @@ def test_a_pickle_is_never_loaded(rank: Rank, raw: "zmq.Socket[bytes]", tmp_path
     assert target.exists()
 
 
-@pytest.mark.parametrize("module", [lookup_client, lookup_messages, lookup_server, socket_path])
+@pytest.mark.parametrize(
+    "module", [local_lookups, lookup_client, lookup_messages, lookup_server, socket_path]
+)
 def test_no_module_of_the_lookup_can_run_what_it_receives(module: object) -> None:
     tree = ast.parse(Path(str(module.__file__)).read_text())  # type: ignore[attr-defined]
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}

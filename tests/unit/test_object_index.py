@@ -38,6 +38,12 @@ def test_a_reserved_object_is_found_only_once_published(index):
     assert found(index, b"b", b"a", b"c") == [b"b", b"a"]
 
 
+def test_a_lookup_does_not_wait_for_a_transfer(index):
+    store(index, b"a")
+    with index._lock:  # As a store holds it that evicts.
+        assert found(index, b"a", b"b") == [b"a"]
+
+
 def test_existing_keys_get_no_room(index):
     store(index, b"b")
     room = index.reserve([b"a", b"b", b"c"], SIZE)

@@ -449,6 +449,11 @@ class Backend(Protocol):
     A backend whose pools are ``MovablePool`` says so by a class attribute ``follows_sleep_mode =
     True``; an engine with vLLM's sleep mode is refused without it.
 
+    A backend whose ``WorkerPool.contains`` answers out of this process's own memory, and waits for
+    nothing, says so by a class attribute ``contains_is_local = True``: no I/O, no call of a library
+    that may block, no lock that a transfer holds for long. A scheduler in the same process then
+    calls it on its own thread, where no timeout ends the call; all others ask over the socket.
+
     A backend that needs a library may also have a class method ``check_available() -> None``, which
     raises ``BackendUnavailable`` when it cannot be used here. Tools ask it before an engine starts.
 

@@ -3,11 +3,15 @@
 
 Every question gets exactly one reply, whatever the pool or the question is like. A frame of which
 not even the envelope can be read has nobody to reply to; it is dropped and counted.
+
+A client in the same process may put the same frame as a call instead (``answer_here``), where the
+pool never makes its caller wait.
 """
 
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
@@ -15,6 +19,7 @@ from typing import Final
 import attrs
 import zmq
 
+from umbp.backends.local_lookups import LOCAL_SERVERS
 from umbp.backends.lookup_messages import (
     MESSAGE_BYTES_MAX,
     PROTOCOL,
@@ -41,7 +46,7 @@ Contains = Callable[[Sequence[bytes]], Sequence[bool]]
 
 @attrs.define
 class LookupServerCounters:
-    """What a server has done. Counters only rise; the server's thread alone writes them.
+    """What a server has done. Counters only rise; whoever answers writes them, one at a time.
 
     Attributes:
         answered: Questions answered with masks.
@@ -63,14 +68,24 @@ class LookupServer:
         counters: What the server has done.
     """
 
-    def __init__(self, contains: Contains, *, keyspace: KeySpace, rank: int, path: Path) -> None:
+    def __init__(
+        self,
+        contains: Contains,
+        *,
+        keyspace: KeySpace,
+        rank: int,
+        path: Path,
+        contains_is_local: bool = False,
+    ) -> None:
         """Binds the path and begins to answer.
 
         Args:
-            contains: Says which keys exist, in order; called on the server's thread.
+            contains: Says which keys exist, in order; called on the server's thread, and on those
+                of clients in this process if ``contains_is_local``; never twice at a time.
             keyspace: The keys of the namespace that is served.
             rank: Index of the worker whose keys these are.
             path: Where to serve, see ``umbp.backends.socket_path``.
+            contains_is_local: What the backend says by this name, see ``Backend``.
 
         Raises:
             ConfigError: The path is in use, or its directory is not private.
@@ -80,6 +95,7 @@ class LookupServer:
         self._contains = contains
         self._keyspace = keyspace
         self._rank = rank
+        self._answering = threading.Lock()
         self._claim: SocketClaim = claim(path)
         self._context = zmq.Context()
         try:
@@ -94,19 +110,41 @@ class LookupServer:
             target=self._serve, args=(self._wake,), name=f"umbp-lookup-{rank}", daemon=True
         )
         self._thread.start()
+        if contains_is_local:
+            LOCAL_SERVERS.announce(path, self)
+
+    def answer_here(self, frame: bytes) -> bytes | None:
+        """Answers a question on the caller's thread. Thread-safe.
+
+        Returns:
+            The reply's frame. None when the question has to go over the socket: the server is about
+            to close, or busy with a question from there, for which a caller would have to wait.
+        """
+        if not self._answering.acquire(blocking=False):
+            return None
+        try:
+            reply = self._reply(frame)
+        finally:
+            self._answering.release()
+        return encode_reply(reply) if reply is not None else None
 
     def close(self, timeout_s: float = 2.0) -> bool:
         """Stops the server and removes its files. Idempotent.
 
         Returns:
-            Whether the thread has ended. When the pool does not return in time, the thread ends
-            and gives the path up as soon as it does; until then the path stays taken.
+            Whether nobody asks the pool any more. When the pool does not return in time, the thread
+            ends and gives the path up as soon as it does; until then the path stays taken.
         """
         if self._wake is None:
             return True
+        deadline_s = time.monotonic() + timeout_s
+        LOCAL_SERVERS.withdraw(self._claim.path, self)
         os.eventfd_write(self._wake, 1)
         self._thread.join(timeout_s)
-        if self._thread.is_alive():
+        # A client of this process may have found the server before, and still be in the pool. The
+        # lock is kept, so that none comes in later.
+        left_s = max(0.0, deadline_s - time.monotonic())
+        if self._thread.is_alive() or not self._answering.acquire(timeout=left_s):
             logger.warning("lookup server of rank %d did not end in %g s", self._rank, timeout_s)
             return False
         os.close(self._wake)
@@ -121,6 +159,7 @@ class LookupServer:
             while wake not in dict(poller.poll()):
                 self._serve_one()
         finally:
+            LOCAL_SERVERS.withdraw(self._claim.path, self)
             self._socket.close(linger=0)
             # ZeroMQ removes the socket file on a thread of its own, and term() waits for that.
             # Only then may somebody else bind the path.
@@ -132,7 +171,8 @@ class LookupServer:
             identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
             return
-        reply = self._reply(frames[0]) if len(frames) == 1 else None
+        with self._answering:
+            reply = self._reply(frames[0]) if len(frames) == 1 else None
         if reply is None:
             self.counters.frames_dropped += 1
             return

@@ -86,6 +86,8 @@ class OpenLookups:
             answer = LookupAnswered(context.request_id, question_id, command.begin_tokens)
             self._ready.append(answer)
             return
+        # Taken first: a client whose pool is at hand has the answer when ``ask`` returns.
+        asked_s = self._meter.clock()
         try:
             self._client.ask(LookupQuestion(question_id, context.epoch, parts))
         except BackendError as error:
@@ -94,8 +96,7 @@ class OpenLookups:
             answer = LookupAnswered(context.request_id, question_id, command.begin_tokens)
             self._ready.append(answer)
             return
-        question = _Question(context, command.begin_tokens, asked, self._meter.clock())
-        self._questions[question_id] = question
+        self._questions[question_id] = _Question(context, command.begin_tokens, asked, asked_s)
 
     @property
     def are_many(self) -> bool:

@@ -270,6 +270,7 @@ class WorkerParts:
                 keyspace=self._keyspace,
                 rank=self._rank,
                 path=self._config.socket_paths(self._keyspace)[self._rank],
+                contains_is_local=getattr(self._config.backend, "contains_is_local", False),
             )
         self._side = WorkerSide(
             self._pool,

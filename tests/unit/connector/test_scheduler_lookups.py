@@ -84,6 +84,24 @@ def test_counters_of_the_lookup_client_are_shown_beside_the_others() -> None:
     assert bench.side.counters() == {**before, "lookup_example": 7}
 
 
+def test_time_that_a_client_takes_to_ask_is_part_of_the_lookup() -> None:
+    bench = Bench()
+    real_ask, real_answers = bench.lookups.ask, bench.lookups.answers
+
+    def ask(question: Any) -> None:
+        bench.now_s += 1 / 64
+        real_ask(question)
+
+    def answers(wait_s: float = 0.0) -> Any:
+        bench.now_s += 1 / 32
+        return real_answers(wait_s)
+
+    bench.lookups.ask = ask  # type: ignore[method-assign]
+    bench.lookups.answers = answers  # type: ignore[method-assign]
+    bench.side.matched_tokens(FakeRequest.of("a", 40), 0)
+    assert bench.side.lookup_meter.seconds.take() == [3 / 64]
+
+
 def test_asynchronous_lookup_never_waits_and_asks_once() -> None:
     bench = Bench(lookup_async=True)
     bench.lookups.is_silent = True
