@@ -47,6 +47,8 @@ class Faults:
         hold_loads: Loads wait before they move a byte.
         hold_stores: Stores wait before they move a byte.
         hold_lookups: Lookups wait.
+        late_loads: Loads that may arrive are announced at once, and move no byte before somebody
+            waits for them, or this is over.
         failing_stores: Stores fail.
         failing_lookups: Lookups raise.
         claim_all: Every lookup finds everything.
@@ -60,6 +62,7 @@ class Faults:
     hold_loads: bool = False
     hold_stores: bool = False
     hold_lookups: bool = False
+    late_loads: bool = False
     failing_stores: bool = False
     failing_lookups: bool = False
     claim_all: bool = False
@@ -81,6 +84,18 @@ class Faults:
 FAULTS: Final = Faults()
 
 
+@attrs.frozen(eq=False)
+class _LateArrival:
+    """An ``Arrival`` that moves every byte when it is waited for, as late as may be."""
+
+    pool: "FaultyPool"
+    job: TransferJob
+
+    def wait(self) -> None:
+        """See ``Arrival.wait``."""
+        self.pool.bring(self.job)
+
+
 class FaultyPool:
     """A ``WorkerPool`` in front of another."""
 
@@ -89,6 +104,7 @@ class FaultyPool:
         self._memory: KVMemory | None = None
         self._held_loads: deque[TransferJob] = deque()
         self._held_stores: deque[TransferJob] = deque()
+        self._late_loads: dict[int, TransferJob] = {}
         self._results: list[JobResult] = []
         self._spoiled: dict[int, TransferJob] = {}
 
@@ -119,6 +135,10 @@ class FaultyPool:
             self._spoiled[job.job_id] = job
         if FAULTS.hold_loads:
             self._held_loads.append(job)
+        elif FAULTS.late_loads and job.may_arrive and failure is None:
+            self._late_loads[job.job_id] = job
+            arrival = _LateArrival(self, job)
+            self._results.append(JobResult(job.job_id, TransferOutcome.ARRIVING, arrival=arrival))
         else:
             self._inner.load(job)
 
@@ -139,10 +159,11 @@ class FaultyPool:
             self._inner.load(self._held_loads.popleft())
         while self._held_stores and not FAULTS.hold_stores:
             self._inner.store(self._held_stores.popleft())
+        if not FAULTS.late_loads:
+            for job in list(self._late_loads.values()):
+                self.bring(job)
+        self._take_results()
         results, self._results = self._results, []
-        for result in self._inner.poll():
-            job = self._spoiled.pop(result.job_id, None)
-            results.append(result if job is None else self._spoil(job))
         return results
 
     def cancel(self, job_id: int) -> None:
@@ -166,6 +187,26 @@ class FaultyPool:
         """See ``WorkerPool.close``."""
         FAULTS.hold_lookups = False
         self._inner.close(timeout_s)
+
+    def bring(self, job: TransferJob) -> None:
+        """Does a late load, and returns when it is done."""
+        if self._late_loads.pop(job.job_id, None) is None:
+            return
+        self._inner.load(attrs.evolve(job, may_arrive=False, fence=None))
+        while all(result.job_id != job.job_id for result in self._take_results()):
+            time.sleep(_POLL_S)
+
+    def _take_results(self) -> list[JobResult]:
+        """Takes what the pool behind this one has to say, and returns it as it is to be said."""
+        taken = []
+        for result in self._inner.poll():
+            if result.job_id not in self._spoiled:
+                taken.append(result)
+            elif result.outcome is not TransferOutcome.ARRIVING:
+                # It is not to end well, and so must not be announced.
+                taken.append(self._spoil(self._spoiled.pop(result.job_id)))
+        self._results += taken
+        return taken
 
     def _end_overdue(self) -> None:
         now_s = time.monotonic()

@@ -106,6 +106,21 @@ def test_a_load_ends_when_the_slower_rank_has_ended_it(engines: Engines) -> None
     assert engines.release(settings) == []
 
 
+@pytest.mark.parametrize("rank", [0, 1, None])
+def test_each_rank_waits_for_what_it_has_announced(engines: Engines, rank: int | None) -> None:
+    settings = two_workers("faulty")
+    engine = engines.shared(settings)
+    cold = engine.answer(TOKENS)
+    assert engine.reset_local()
+    before = engine.counters()
+    engine.set_faults(rank=rank, late_loads=True)
+    restored = engine.answer(TOKENS)
+    after = engine.counters()
+    assert (restored.external_tokens, restored.tokens) == (COVERED, cold.tokens)
+    assert after["loads_arriving"] == before["loads_arriving"] + 1
+    assert engines.release(settings) == []
+
+
 def test_each_rank_stores_its_own_half(engines: Engines) -> None:
     settings = two_workers("faulty")
     engine = engines.shared(settings)
