@@ -2,6 +2,7 @@
 """Pools that break a rule: each is the memory backend's with one thing wrong."""
 
 import contextlib
+import threading
 import time
 from collections import OrderedDict
 
@@ -245,6 +246,59 @@ class WaitsTooLong(Broken):
 
 class WaitsForNothing(Broken):
     def wait(self, timeout_s): ...
+
+
+class Arrives(Broken):
+    """Announces loads as it should, and moves their bytes when somebody waits."""
+
+    class Arrival:
+        def __init__(self, do):
+            self.do = do
+
+        def wait(self):
+            do, self.do = self.do, lambda: None
+            do()
+
+    def _load(self, copier, job):
+        if job.may_arrive and all(self.contains([key for part in job.parts for key in part.keys])):
+            waited = threading.Event()
+            self.announce(job, self.Arrival(lambda: self.bring(copier, job, waited)))
+            waited.wait(PATIENCE_S)
+        return super()._load(copier, job)
+
+    def bring(self, copier, job, waited):
+        super()._load(copier, job)
+        waited.set()
+
+    def announce(self, job, arrival):
+        self._runner.announce(job.job_id, arrival)
+
+
+class AnnouncesTooEarly(Arrives):
+    def bring(self, copier, job, waited): ...
+
+
+class AnnouncesTwice(Arrives):
+    def announce(self, job, arrival):
+        super().announce(job, arrival)
+        super().announce(job, arrival)
+
+
+class AnnouncesNothing(Arrives):
+    def announce(self, job, arrival):
+        super().announce(job, None)
+
+
+class AnnouncesEverything(Broken):
+    def _load(self, copier, job):
+        self._runner.announce(job.job_id, Arrives.Arrival(lambda: None))
+        return super()._load(copier, job)
+
+
+class BreaksItsWord(Arrives):
+    def _load(self, copier, job):
+        result = super()._load(copier, job)
+        return attrs.evolve(result, outcome=TransferOutcome.FAILED) if job.may_arrive else result
 
 
 class CloseWaits(Broken):

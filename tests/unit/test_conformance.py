@@ -7,9 +7,15 @@ The table says which check must notice a pool of ``broken_pools``, and how it mu
 import pytest
 from broken_pools import (
     PATIENCE_S,
+    AnnouncesEverything,
+    AnnouncesNothing,
+    AnnouncesTooEarly,
+    AnnouncesTwice,
     AnswersTwice,
     AnswersUnasked,
+    Arrives,
     BlocksWhenFull,
+    BreaksItsWord,
     Broken,
     CloseLosesJobs,
     CloseRunsJobs,
@@ -102,6 +108,11 @@ CASES = [
     ("check_full_queue", BlocksWhenFull, "blocked while a job was running"),
     ("check_wait", WaitsTooLong, "wait did not return although"),
     ("check_wait", WaitsForNothing, "wait returned although"),
+    ("check_arrival", AnnouncesTooEarly, "block 1 of group 0 differs"),
+    ("check_arrival", AnnouncesTwice, "announced twice"),
+    ("check_arrival", AnnouncesNothing, "nothing to wait for"),
+    ("check_round_trip", AnnouncesEverything, "a job that may not arrive was announced"),
+    ("check_arrival", BreaksItsWord, "a load that was announced ended"),
     ("check_close_while_busy", CloseWaits, "blocked while a job was running"),
     ("check_close_while_busy", CloseLosesJobs, "no answer to jobs"),
     ("check_close_while_busy", CloseRunsJobs, "no answer to jobs|found waiting ended"),
@@ -145,6 +156,10 @@ def test_every_check_is_listed_and_has_a_broken_backend():
     listed = {check.__name__ for check in CHECKS}
     assert written == listed
     assert {check for check, _, _ in CASES} == listed
+
+
+def test_a_pool_that_announces_its_loads_passes():
+    check_worker_pool(Arrives)
 
 
 def test_all_checks_run_at_once():

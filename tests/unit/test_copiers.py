@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Both copiers against a copy byte by byte, for any layout and any place in the pool."""
 
+from types import SimpleNamespace
+
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -126,6 +129,68 @@ def test_an_object_longer_than_the_buffer_is_copied(monkeypatch):
     content = kv.fill(0, 0, 1)
     DeviceCopier(kv.memory, pool).store(0, np.array([0]), np.array([0]))
     assert pool.numpy().tobytes() == content
+
+
+class QueuedStream:
+    """A stream of a device: what is done is written down, with the events behind it."""
+
+    def __init__(self, log, name):
+        self.log = log
+        self.name = name
+
+    def __enter__(self):
+        self.log.append((self.name, "work"))
+
+    def __exit__(self, *_):
+        pass
+
+    def record_event(self):
+        self.log.append((self.name, "event"))
+        return SimpleNamespace(synchronize=lambda: self.log.append((self.name, "reached")))
+
+    def synchronize(self):
+        self.log.append((self.name, "ended"))
+
+
+@pytest.mark.parametrize(("tail_objects", "before_tail"), [(0, 6), (2, 4), (3, 3), (100, 1)])
+def test_a_device_announces_a_load_when_its_tail_is_to_come(monkeypatch, tail_objects, before_tail):
+    """Six chunks of one object, in turns on two streams."""
+    group = GroupShape(2, (24, 40))
+    monkeypatch.setattr(device_copier, "STAGING_BYTES", group.object_bytes)
+    monkeypatch.setattr(device_copier, "ARRIVAL_BYTES", tail_objects * group.object_bytes)
+    kv = make_kv_memory(KVShape.LBH, [group], block_count=BLOCK_COUNT)
+    pool = torch.zeros(BLOCK_COUNT * group.object_bytes, dtype=torch.uint8)
+    copier = DeviceCopier(kv.memory, pool)
+    blocks = np.arange(BLOCK_COUNT)
+    copier.store(0, blocks, blocks * group.object_bytes)
+    log, arrivals = [], []
+    lanes = tuple(
+        attrs.evolve(lane, stream=QueuedStream(log, name))
+        for lane, name in zip(copier._lanes(), ("a", "b"), strict=True)
+    )
+    copier._of_thread.lanes = lanes
+    copier._device = SimpleNamespace(type="cuda")
+
+    def announce(arrival):
+        log.append(("", "announced"))
+        arrivals.append(arrival)
+
+    copier.load(0, blocks, blocks * group.object_bytes, announce)
+    announced = log.index(("", "announced"))
+    # The block ids are brought by the first piece of work.
+    assert [what for _, what in log].count("work") == 1 + BLOCK_COUNT
+    assert ("a", "work") not in log[announced:]
+    assert ("b", "work") not in log[announced:]
+    assert log[announced - 1][1] == "reached"
+    first_event = next(place for place, (_, what) in enumerate(log) if what == "event")
+    assert [what for _, what in log[:first_event]].count("work") == 1 + before_tail
+    assert log[announced + 1 :] == [("a", "ended"), ("b", "ended")]
+    (arrival,) = arrivals
+    assert len(arrival.ends) == 2
+    log.clear()
+    copier.load(0, blocks, blocks * group.object_bytes)
+    assert ("", "announced") not in log
+    assert all(what != "event" for _, what in log)
 
 
 @pytest.mark.parametrize("copier_type", [HostCopier, DeviceCopier])

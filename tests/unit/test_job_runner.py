@@ -331,3 +331,15 @@ def test_wait_returns_when_a_result_has_come_or_the_time_has_passed():
     begun_s = time.monotonic()
     runner.wait(0.01)
     assert time.monotonic() - begun_s >= 0.01
+
+
+def test_a_load_that_is_announced_is_news_before_its_end(bench):
+    runner = bench.busy_runner()
+    arrival = object()
+    runner.announce(0, arrival)
+    (news,) = runner.poll()
+    assert (news.outcome, news.job_id, news.arrival) == (TransferOutcome.ARRIVING, 0, arrival)
+    assert runner.is_open(0)
+    bench.free.set()
+    runner.wait(PATIENCE_S)
+    assert [result.outcome for result in runner.poll()] == [DONE]

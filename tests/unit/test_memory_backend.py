@@ -275,3 +275,32 @@ def test_a_pool_that_cannot_hold_one_object_is_refused_by_name(bench):
         f"a pool of {SIZE - 1} bytes per rank cannot hold one object of group 0, {SIZE} bytes; "
         "raise option total_capacity_bytes or capacity_bytes"
     )
+
+
+def test_a_load_of_one_group_that_may_arrive_is_announced_by_its_copier(bench):
+    """Those of several groups are not: the last may still fail when the first is queued."""
+    announcing = []
+    copier = bench.pool._copier
+
+    class Announcing(HeldCopier):
+        def load(self, group_index, block_ids, offsets, announce=None):
+            announcing.append(announce is not None)
+            if announce is not None:
+                announce(self)
+            super().load(group_index, block_ids, offsets)
+
+    held = bench.pool._copier = Announcing(copier)
+    held.leave.set()
+    bench.run("store", [b"a"], [0])
+    part = TransferPart(0, [b"a"], [1])
+    far_s = time.monotonic() + PATIENCE_S
+    bench.pool.load(TransferJob(77, (part,), far_s, may_arrive=True))
+    results = bench.pool.poll()
+    while len(results) < 2:
+        results += bench.pool.poll()
+    assert [result.outcome for result in results] == [TransferOutcome.ARRIVING, DONE]
+    assert results[0].arrival is held
+    bench.pool.load(TransferJob(78, (part, TransferPart(0, [b"a"], [2])), far_s, may_arrive=True))
+    assert bench.answer().outcome is DONE
+    assert bench.run("load", [b"a"], [3]).outcome is DONE
+    assert announcing == [True, False, False, False]

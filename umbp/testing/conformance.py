@@ -27,6 +27,7 @@ from typing import Final
 
 from umbp.testing.conformance_jobs import (
     check_answers_once,
+    check_arrival,
     check_cancel,
     check_close_while_busy,
     check_deadline,
@@ -96,6 +97,7 @@ CHECKS: Final[tuple[Callable[..., None], ...]] = (
     check_deadline,
     check_full_queue,
     check_wait,
+    check_arrival,
     check_close_while_busy,
 )
 """Every check of a ``WorkerPool``; each takes a ``MakePool`` and, optionally, ``patience_s``."""

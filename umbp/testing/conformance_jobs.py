@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of jobs: fences, deadlines, the queue, and one answer for each."""
+"""Checks of jobs: fences, deadlines, the queue, announcements, and one answer for each."""
 
 import threading
 import time
@@ -174,6 +174,29 @@ def check_wait(make: MakePool, patience_s: float = PATIENCE_S) -> None:
         require(is_answered or not has_wait, "wait returned although no load had ended")
         opening.join()
         rig.finish(load)
+
+
+def check_arrival(make: MakePool, patience_s: float = PATIENCE_S) -> None:
+    """What is announced before its end is there for whoever waits, and ends well; if at all."""
+    with Rig(make, patience_s) as rig:
+        content = rig.kv.fill(BIG, 0, 1)
+        rig.store_done({b"here": 0})
+        for blocks in ({b"here": 1}, {b"here": 2}):
+            (block,) = blocks.values()
+            load = rig.load_that_may_arrive({BIG: blocks})
+            arrival = rig.arrival(load)
+            if arrival is not None:
+                arrival.wait()
+                rig.require_blocks(BIG, {block: content})
+                arrival.wait()
+            rig.finish(load)
+            rig.require_blocks(BIG, {block: content})
+        lacking = rig.load_that_may_arrive({BIG: {b"here": 1, b"gone": 2}})
+        require(rig.arrival(lacking) is None, "a load with a missing object was announced")
+        require(rig.finish(lacking).outcome is _FAILED, "a load with a missing object did not fail")
+        # Neither says more than its end.
+        rig.require_loads({b"here": 3}, {3: content})
+        rig.require_quiet()
 
 
 def check_close_while_busy(make: MakePool, patience_s: float = PATIENCE_S) -> None:

@@ -10,6 +10,7 @@ from typing import Final
 import attrs
 
 from umbp.backends.base import (
+    Arrival,
     JobResult,
     KVMemory,
     TransferJob,
@@ -128,6 +129,8 @@ class Rig:
         self._next_job_id = 0
         self._unanswered: set[int] = set()
         self._results: dict[int, JobResult] = {}
+        self._may_arrive: set[int] = set()
+        self._arrivals: dict[int, Arrival] = {}
         self._gated = threading.Event()
         self._gate_open = threading.Event()
         self._gate_gave_up = False
@@ -175,6 +178,21 @@ class Rig:
     ) -> int:
         """Starts a load and returns its job id."""
         return self._start(self.pool.load, self._job(objects, deadline_s, fence))
+
+    def load_that_may_arrive(self, objects: Objects) -> int:
+        """Starts a load that may be announced before it has ended, and returns its job id."""
+        job = attrs.evolve(self._job(objects, None, None), may_arrive=True)
+        self._may_arrive.add(job.job_id)
+        return self._start(self.pool.load, job)
+
+    def arrival(self, job_id: int) -> Arrival | None:
+        """Waits until a load has arrived or ended; None if it ended without a word."""
+        give_up_s = time.monotonic() + self._patience_s
+        while job_id not in self._arrivals and job_id not in self._results:
+            require(time.monotonic() < give_up_s, f"no answer to jobs {sorted(self._unanswered)}")
+            self._poll()
+            time.sleep(_PAUSE_S)
+        return self._arrivals.get(job_id)
 
     def store_done(self, blocks: Mapping[bytes, int]) -> None:
         """Stores blocks of group ``BIG``, which must succeed."""
@@ -313,5 +331,21 @@ class Rig:
             raise ConformanceError(f"poll raised {error!r}, not an answer") from error
         for result in results:
             require(result.job_id in self._unanswered, f"an answer nobody waits for: {result}")
+            if result.outcome is TransferOutcome.ARRIVING:
+                self._take_arrival(result)
+                continue
+            arrived = result.job_id in self._arrivals
+            require(
+                not arrived or result.outcome is TransferOutcome.DONE,
+                f"a load that was announced ended {result}",
+            )
             self._unanswered.remove(result.job_id)
             self._results[result.job_id] = result
+
+    def _take_arrival(self, result: JobResult) -> None:
+        job_id = result.job_id
+        require(job_id in self._may_arrive, f"a job that may not arrive was announced: {result}")
+        require(job_id not in self._arrivals, f"a load was announced twice: {result}")
+        require(result.arrival is not None, f"an announcement with nothing to wait for: {result}")
+        if result.arrival is not None:
+            self._arrivals[job_id] = result.arrival
