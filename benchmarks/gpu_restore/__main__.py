@@ -13,7 +13,7 @@ import json
 import multiprocessing
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ SMALL = LLAMA_8B | {
 POOL_BYTES = 8 << 30
 WARM_UP_ROUNDS = 2
 """For what is compiled or allocated on first use."""
-GAP_ROUNDS = 1
+GAP_WARM_UPS = 1
 RUNNING = 16
 """Requests that decode while others arrive."""
 ARRIVALS = 4
@@ -174,22 +174,27 @@ def take_rounds(children: Sequence[Child], rounds: int) -> dict[str, list[Any]]:
     return samples
 
 
-def take_gaps(children: Sequence[Child], arrivals: int, output_tokens: int) -> Any:
-    """Returns the gaps between tokens of each engine: alone, beside hits, beside restores."""
-    gaps: dict[str, dict[str, list[float]]] = {child.name: {} for child in children}
-    seeds = list(range(500, 500 + arrivals))
-    for attempt in range(1 + GAP_ROUNDS):
+def take_gaps(
+    children: Sequence[Child], rounds: int, output_tokens: int
+) -> Iterator[dict[str, dict[str, list[list[float]]]]]:
+    """Yields the gaps between tokens after each round: alone, beside hits, beside restores.
+
+    They are listed by engine, by what goes on beside, and by round.
+    """
+    gaps: dict[str, dict[str, list[list[float]]]] = {child.name: {} for child in children}
+    seeds = list(range(500, 500 + ARRIVALS))
+    for index in range(GAP_WARM_UPS + rounds):
         for child in children:
             child.call("prepare", seeds)
             for name, arriving in (("quiet", []), ("hits", seeds), ("restores", seeds)):
                 if name == "restores":
                     child.call("lose_prefix_cache")
                 taken = child.call("gaps", arriving, RUNNING, output_tokens)
-                if attempt:
-                    gaps[child.name].setdefault(name, []).extend(taken)
+                if index >= GAP_WARM_UPS:
+                    gaps[child.name].setdefault(name, []).append(taken)
             child.call("lose_prefix_cache")
-        print(f"gaps {attempt} of {GAP_ROUNDS}", file=sys.stderr, flush=True)
-    return gaps
+        print(f"gaps {index + 1} of {GAP_WARM_UPS + rounds}", file=sys.stderr, flush=True)
+        yield gaps
 
 
 def rounded(value: Any) -> Any:
@@ -215,6 +220,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--rounds", type=int, default=9, help="prompts for each engine")
     parser.add_argument("--tokens", type=int, default=8192, help="tokens of a prompt")
+    parser.add_argument("--gap-rounds", type=int, default=5, help="of requests beside others")
     parser.add_argument("--output-tokens", type=int, default=200, help="of each running request")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks of each engine")
     parser.add_argument("--small", action="store_true", help="a tiny model, to try the program")
@@ -249,8 +255,8 @@ def main() -> int:
         }
         save(arguments.json, record)
         print_report(record)
-        record["gaps"] = take_gaps(up, ARRIVALS, arguments.output_tokens)
-        save(arguments.json, record)
+        for record["gaps"] in take_gaps(up, arguments.gap_rounds, arguments.output_tokens):
+            save(arguments.json, record)
     print_report(record)
     missed = failures(record)
     for line in missed:
