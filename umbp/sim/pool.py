@@ -218,20 +218,26 @@ class SimPool:
 
     def _half(self, job: _Job) -> None:
         """Moves every second object; the others follow at the end."""
-        if job.is_load:
-            self._write(job, slice(0, None, 2))
-            if job.job.may_arrive and job.fault is TransferFault.NONE and None not in job.contents:
-                self._results.append(
-                    JobResult(
-                        job.job.job_id,
-                        TransferOutcome.ARRIVING,
-                        arrival=_SimArrival(lambda: self._arrive(job)),
-                    )
-                )
         delay_s = self._faults.latency_s() / 4
         if job.fault is TransferFault.LATE:
             delay_s = self._timeout_s * 0.4
+        if job.is_load:
+            self._write(job, slice(0, None, 2))
+            if job.job.may_arrive and self._is_sure(job):
+                delay_s = max(delay_s, self._faults.arrival_s())
+                self._announce(job)
         self._clock.call_in(delay_s, lambda: self._finish(job))
+
+    @staticmethod
+    def _is_sure(job: _Job) -> bool:
+        """Says whether a load, of which some has come, cannot fail any more."""
+        is_spoilt = job.fault in (TransferFault.LOST, TransferFault.PARTIAL)
+        return not is_spoilt and None not in job.contents
+
+    def _announce(self, job: _Job) -> None:
+        arrival = _SimArrival(lambda: self._arrive(job))
+        outcome = TransferOutcome.ARRIVING
+        self._results.append(JobResult(job.job.job_id, outcome, arrival=arrival))
 
     def _arrive(self, job: _Job) -> None:
         """Moves what is left of a load."""
