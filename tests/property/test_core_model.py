@@ -36,6 +36,7 @@ from umbp.fsm import (
     LookupSkipped,
     PinBlocks,
     Preempted,
+    RankArriving,
     RankFailed,
     RankStalled,
     RankSucceeded,
@@ -81,7 +82,7 @@ class Pair:
         answered = {event.question_id} if isinstance(event, LookupAnswered) else set()
         dropped = [one.question_id for one in commands if isinstance(one, DropLookup)]
         assert sorted(dropped) == sorted(open_before - self.questions() - answered)
-        if isinstance(event, RankSucceeded | RankFailed | RankStalled):
+        if isinstance(event, RankSucceeded | RankFailed | RankStalled | RankArriving):
             assert list(map(_brief, commands)) == expected
         self.compare()
 
@@ -163,6 +164,7 @@ def _same_lease(lease: Any, expected: Any) -> None:
     assert lease.deadline_s == expected.deadline_s
     assert (lease.state is not LeaseState.SUBMITTED) == expected.sent
     assert (lease.failed, lease.pinned) == (expected.failed, expected.pinned)
+    assert lease.broken == expected.broken
     assert {rank for rank in range(3) if lease.ranks_left & 1 << rank} == expected.left
     assert (lease.begin_tokens, lease.end_tokens) == (expected.begin, expected.end)
     assert (lease.epoch, lease.block_count) == (expected.epoch, expected.blocks)
@@ -266,6 +268,11 @@ def rank_stalls(pair: Pair, name: str, low: int, high: int, flag: bool, number: 
     pair.give(RankStalled(job_id, rank), lambda: pair.model.rank_stalls(job_id, rank))
 
 
+def rank_arrives(pair: Pair, name: str, low: int, high: int, flag: bool, number: int) -> None:
+    job_id, rank = _job(pair, number), low % 4
+    pair.give(RankArriving(job_id, rank), lambda: pair.model.rank_arrives(job_id, rank))
+
+
 MOVES = {
     move.__name__: move
     for move in (
@@ -284,6 +291,7 @@ MOVES = {
         send,
         rank_answers,
         rank_stalls,
+        rank_arrives,
     )
 }
 
@@ -315,6 +323,8 @@ def work(pair: Pair, name: str, low: int, high: int, flag: bool, number: int) ->
     for rank in range(pair.core.limits.rank_count):
         if rank == high and number == 9:
             rank_stalls(pair, name, rank, high, flag, number)
+        elif number > 6 and rank >= low - 1:
+            rank_arrives(pair, name, rank, high, flag, number)
         else:
             rank_answers(pair, name, rank, high, flag or rank != high, number)
 

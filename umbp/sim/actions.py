@@ -38,8 +38,8 @@ class ActionKind(enum.Enum):
     """vLLM's own prefix cache loses what no request uses; the store stays. Or, under lazy offload,
     requests that share nothing need the blocks."""
     RESTORE = "restore"
-    """The engine comes to rest if it can, vLLM's cache loses what no request uses, and a prompt that
-    was computed is sent again: a load with nothing beside it, in which the client may go away, the
+    """The engine comes to rest if it can, vLLM's cache loses what no request uses, and a client
+    sends an old prompt again: a load with nothing beside it. Meanwhile the client may go away, the
     store be reset, or some rank have a fault."""
     RESET = "reset"
     """vLLM's cache and the store are emptied."""
