@@ -81,8 +81,17 @@ class CoreMachine(RuleBasedStateMachine):
 
     # ------------------------------------------------------------ what usually comes next
 
-    @rule(name=names, local=blocks, hit=hits, synchronous=booleans, steps=st.integers(1, 7))
-    def go_on(self, name: str, local: int, hit: int, synchronous: bool, steps: int) -> None:
+    @rule(
+        name=names,
+        local=blocks,
+        hit=hits,
+        synchronous=booleans,
+        steps=st.integers(1, 7),
+        first=st.sampled_from(("nothing", "arrives", "stalls", "fails", "succeeds")),
+    )
+    def go_on(
+        self, name: str, local: int, hit: int, synchronous: bool, steps: int, first: str = "nothing"
+    ) -> None:
         """Does what an engine would do next with a request."""
         for _ in range(steps):
             request = self.core.requests.get(name)
@@ -90,6 +99,8 @@ class CoreMachine(RuleBasedStateMachine):
                 may_hit = self.core.may_lookup(name)
                 self.ask(name, local % hit, PROMPT, not may_hit, PROMPT_BLOCKS)
             elif request.state is RequestState.LOADING:
+                if first != "nothing":
+                    self.hear_of_load(request.load_job_id, first)
                 return
             elif request.state is RequestState.RUNNING:
                 self.fill(name, request.planned_tokens + UNIT)
@@ -119,6 +130,19 @@ class CoreMachine(RuleBasedStateMachine):
                 self.send_job(job_id)
             for rank in range(self.core.limits.rank_count):
                 self.give_answer(job_id, rank, rank != failing, attempted, (b"x",))
+
+    def hear_of_load(self, job_id: int, first: str) -> None:
+        """Lets every rank but the first say that its part of a load cannot fail."""
+        lease = self.core.leases[job_id]
+        if lease.state is LeaseState.SUBMITTED:
+            self.send_job(job_id)
+        if first in ("fails", "succeeds"):
+            self.give_answer(job_id, 0, first == "succeeds", True, (b"x",))
+        elif not lease.synchronous:
+            kind = RankArriving if first == "arrives" else RankStalled
+            assert self.engine.give(kind(job_id, 0))
+        for rank in range(1, self.core.limits.rank_count):
+            assert self.engine.give(RankArriving(job_id, rank)) != lease.synchronous
 
     # ------------------------------------------------------------ the engine
 
@@ -265,12 +289,13 @@ class CoreMachine(RuleBasedStateMachine):
         job_ids = list(self.engine.transfers)
         if job_ids:
             lease = self.engine.transfers[job_ids[-1 - number % len(job_ids)]].lease
-            waits = lease.ranks_left & ~(lease.ranks_stalled | lease.ranks_arriving) >> rank & 1
+            silent = lease.ranks_left & ~(lease.ranks_stalled | lease.ranks_arriving)
             may_report = lease.kind is LeaseKind.LOAD and not lease.synchronous
             taken = self.engine.give(kind(lease.job_id, rank))
             is_open = lease.job_id in self.core.leases
             is_sent = lease.state is not LeaseState.SUBMITTED
-            assert taken == (not (is_open and waits) or (may_report and is_sent))
+            is_waited_for = is_open and silent >> rank & 1
+            assert taken == (not is_waited_for or (may_report and is_sent))
 
     def give_answer(
         self, job_id: int, rank: int, succeeded: bool, attempted: bool, hashes: tuple[bytes, ...]

@@ -307,12 +307,26 @@ def what_comes_next(pair: Pair, name: str, low: int, high: int, flag: bool, numb
         begin, end = request.local_tokens // UNIT, (request.hit_end_tokens or 0) // UNIT
         act = load if end > begin else compute
         act(pair, name, begin, end, flag, 4)
+    elif request.state is RequestState.LOADING:
+        index = sorted(pair.core.leases).index(request.load_job_id)
+        hear_of_load(pair, name, low, high, flag, index)
     elif request.state is RequestState.RUNNING and number == 0:
         offer_boundary(pair, name, low, high, flag, number)
     elif request.state is RequestState.RUNNING and number < 3:
         defer(pair, name, 1 + low % 2, high, flag, 1)
     elif request.state is RequestState.RUNNING:
         fill(pair, name, 1 + low % 2, high, flag, 1)
+
+
+def hear_of_load(pair: Pair, name: str, low: int, high: int, flag: bool, number: int) -> None:
+    """Hands over the load of that number, or lets a rank say something of it."""
+    low %= pair.core.limits.rank_count
+    if pair.core.leases[_job(pair, number)].state is LeaseState.SUBMITTED:
+        send(pair, name, low, high, flag, number)
+    elif high < 4:
+        rank_arrives(pair, name, low, high, flag, number)
+    else:
+        (rank_stalls if high == 4 else rank_answers)(pair, name, low, high, flag, number)
 
 
 def work(pair: Pair, name: str, low: int, high: int, flag: bool, number: int) -> None:
@@ -323,7 +337,7 @@ def work(pair: Pair, name: str, low: int, high: int, flag: bool, number: int) ->
     for rank in range(pair.core.limits.rank_count):
         if rank == high and number == 9:
             rank_stalls(pair, name, rank, high, flag, number)
-        elif number > 6 and rank >= low - 1:
+        elif flag and number > 4:
             rank_arrives(pair, name, rank, high, flag, number)
         else:
             rank_answers(pair, name, rank, high, flag or rank != high, number)
