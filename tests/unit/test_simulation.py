@@ -124,6 +124,23 @@ def test_a_pool_that_stalls_is_the_end_of_its_engine() -> None:
     assert engine.stopped
 
 
+def test_an_engine_goes_on_without_a_load_that_is_left() -> None:
+    world = world_of()
+    engine = SimEngine(world)
+    engine.add(PROMPT, 1)
+    engine.drain()
+    engine.forget()
+    world.faults.plan = attrs.evolve(CALM, loads=(TransferFault.LEFT,))
+    request = engine.add(PROMPT, 1)
+    while not request.finished:
+        engine.step()
+    counters = engine.counters()
+    assert (counters["loads_stalled"], counters["leases_open"]) == (1, 1)
+    assert counters["tokens_restored"] == 0
+    settle(engine)
+    assert engine.counters()["leases_open"] == 0
+
+
 def test_what_is_held_goes_on_when_it_is_revived() -> None:
     engine = SimEngine(world_of())
     engine.world.faults.plan = attrs.evolve(CALM, stores=(TransferFault.HELD,))

@@ -28,6 +28,10 @@ class TransferFault(enum.Enum):
     HUNG = "hung"
     """As ``HELD``; but once it has outlived the timeout, the pool says that it is stalled."""
 
+    LEFT = "left"
+    """As ``HELD``; but once it has outlived the timeout, the pool says so, and begins nothing until
+    it has ended. The engine goes on without it."""
+
 
 class LookupFault(enum.Enum):
     """How a lookup is answered."""
