@@ -13,6 +13,7 @@ import attrs
 SEARCH: Final = "tests/property/test_exhaustive.py"
 SCHEDULER: Final = "tests/property/test_scheduler_machine.py"
 LAZY: Final = "tests/unit/connector/test_lazy.py"
+ARRIVALS: Final = "tests/unit/connector/test_worker_arrivals.py"
 
 
 @attrs.frozen
@@ -106,8 +107,8 @@ MUTANTS: Final = (
     Mutant(
         "blocks that a stalled load may still write are not pinned",
         "umbp/fsm/effects.py",
-        "        core.emit(commands.PinBlocks(lease))\n",
-        "        pass\n",
+        "    lease.ranks_stalled |= 1 << event.rank\n    _hold(core, lease)\n",
+        "    lease.ranks_stalled |= 1 << event.rank\n",
         (SEARCH,),
     ),
     Mutant(
@@ -148,8 +149,8 @@ MUTANTS: Final = (
     Mutant(
         "after a failed synchronous load, lives that may share its blocks go on storing",
         "umbp/fsm/effects.py",
-        "        if lease.failed:\n            core.bar_all_stores()\n",
-        "",
+        "    if lease.broken or (lease.synchronous and lease.failed):\n",
+        "    if lease.broken:\n",
         (SEARCH, SCHEDULER),
     ),
     Mutant(
@@ -221,5 +222,80 @@ MUTANTS: Final = (
         "get_num_free_blocks()) - owed_blocks - self._step\n",
         "get_num_free_blocks())\n",
         (LAZY,),
+    ),
+    Mutant(
+        "a step reads a load whose last bytes are still to come",
+        "umbp/connector/worker.py",
+        "        if not self._is_idle:\n            self._order_arrivals()\n",
+        "",
+        (SCHEDULER,),
+    ),
+    Mutant(
+        "blocks that an arriving load still writes are not pinned",
+        "umbp/fsm/effects.py",
+        "    lease.ranks_arriving |= 1 << event.rank\n    _hold(core, lease)\n",
+        "    lease.ranks_arriving |= 1 << event.rank\n",
+        (SCHEDULER,),
+    ),
+    Mutant(
+        "an arriving load gives its blocks back when the request goes on",
+        "umbp/fsm/core.py",
+        "            self._fire(request, _LOAD_STALLED if lease.failed else _LOAD_ARRIVED)\n",
+        "            self._fire(request, _LOAD_STALLED if lease.failed else _LOAD_ARRIVED)\n"
+        "            if not lease.failed:\n"
+        "                lease.pinned = False\n"
+        "                self.pinned_blocks -= lease.block_count\n"
+        "                self.emit(commands.ReleasePins(lease))\n",
+        (SCHEDULER,),
+    ),
+    Mutant(
+        "a load from before a reset arrives after it",
+        "umbp/connector/worker.py",
+        "job.arrival is None or job.is_reported or not self._is_present(plan.epoch):\n",
+        "job.arrival is None or job.is_reported:\n",
+        (SCHEDULER,),
+    ),
+    Mutant(
+        "a load that has arrived is reported again when it ends",
+        "umbp/connector/worker.py",
+        "            job.is_reported = job.is_arriving = True\n",
+        "            job.is_arriving = True\n",
+        (SCHEDULER,),
+    ),
+    Mutant(
+        "a load that arrived before a reset has failed after it",
+        "umbp/connector/worker.py",
+        "if job.is_load and succeeded and not job.is_arriving and not self._is_present(",
+        "if job.is_load and succeeded and not self._is_present(",
+        (SCHEDULER,),
+    ),
+    Mutant(
+        "a request goes on from what one rank restores and another does not",
+        "umbp/fsm/core.py",
+        "_LOAD_STALLED if lease.failed else _LOAD_ARRIVED)\n",
+        "_LOAD_ARRIVED)\n",
+        (SEARCH,),
+    ),
+    Mutant(
+        "lives go on storing that may have read a load which could not fail, and did",
+        "umbp/fsm/core.py",
+        "        lease.broken = lease.broken or bool(lease.ranks_arriving >> event.rank & 1)\n",
+        "",
+        (SEARCH,),
+    ),
+    Mutant(
+        "what is computed beside a load waits for it",
+        "umbp/connector/worker.py",
+        "            if self._is_idle:\n                self._report_arrivals()\n",
+        "            self._report_arrivals()\n",
+        (ARRIVALS,),
+    ),
+    Mutant(
+        "stores of a step that computes nothing are not ordered after loads that arrive",
+        "umbp/connector/worker.py",
+        "        # A step that computes nothing has not waited for them yet.\n"
+        "        self._order_arrivals()\n",
+        "",
+        (ARRIVALS,),
     ),
 )

@@ -160,7 +160,8 @@ class Model:
         lease.left, lease.failed = set(range(self.limits.rank_count)), False
         lease.sent, lease.synchronous = False, False
         lease.epoch = self.epoch if request is None else request.epoch
-        lease.pinned, lease.stalled = kind == "store", set()
+        lease.pinned, lease.stalled, lease.arriving = kind == "store", set(), set()
+        lease.broken = False
         self.bound(lease, self.limits.transfer_timeout_s)
         return lease
 
@@ -176,29 +177,49 @@ class Model:
         self.need(lease.sent)
         lease.left.discard(rank)
         lease.failed |= not succeeded
-        self.leave_stalled(lease)
+        lease.broken |= not succeeded and rank in lease.arriving
+        self.leave(lease)
         return [] if lease.left else self.close(job_id)
 
     def rank_stalls(self, job_id: int, rank: int) -> list[Any]:
-        lease = self.leases.get(job_id)
-        if lease is None or rank not in lease.left or rank in lease.stalled:
-            return []
-        self.need(lease.sent and lease.kind == "load" and not lease.synchronous)
-        news = [] if lease.pinned else [("pin", job_id)]
-        lease.stalled.add(rank)
-        lease.failed = lease.pinned = True
-        self.bound(lease, self.limits.transfer_timeout_s)
-        self.leave_stalled(lease)
+        lease, news = self.report(job_id, rank)
+        if lease is not None:
+            lease.stalled.add(rank)
+            lease.failed = True
+            self.bound(lease, self.limits.transfer_timeout_s)
+            self.leave(lease)
         return news
 
-    def leave_stalled(self, lease: Any) -> None:
-        """Computes the request once every rank has answered or stalled, and some still work."""
+    def rank_arrives(self, job_id: int, rank: int) -> list[Any]:
+        lease, news = self.report(job_id, rank)
+        if lease is not None:
+            lease.arriving.add(rank)
+            self.leave(lease)
+        return news
+
+    def report(self, job_id: int, rank: int) -> tuple[Any, list[Any]]:
+        """Returns the load of which a rank speaks for the first time, now held, or None."""
+        lease = self.leases.get(job_id)
+        if lease is None or rank not in lease.left or rank in lease.stalled | lease.arriving:
+            return None, []
+        self.need(lease.sent and lease.kind == "load" and not lease.synchronous)
+        news = [] if lease.pinned else [("pin", job_id)]
+        lease.pinned = True
+        return lease, news
+
+    def leave(self, lease: Any) -> None:
+        """Lets the request go on once every rank has answered or spoken, and some still work.
+
+        It is computed if any of them has failed or stalled; else it has what was restored.
+        """
         request = lease.request
-        if not lease.stalled or not lease.left or not lease.left <= lease.stalled:
+        if not lease.left or not lease.left <= lease.stalled | lease.arriving:
             return
         if request.state == "LOADING" and request.load is lease:
-            request.state, request.load, request.load_barred = "LOOKUP", None, True
-            request.hit, request.planned = None, 0
+            request.state, request.load = "RUNNING", None
+            if lease.failed:
+                request.state, request.load_barred = "LOOKUP", True
+                request.hit, request.planned = None, 0
             self.bound(request, self.limits.idle_timeout_s)
 
     def close(self, job_id: int) -> list[Any]:
@@ -207,7 +228,7 @@ class Model:
         if request is None:
             return [("release", job_id)]
         request.leases -= 1
-        if lease.failed and lease.synchronous:
+        if lease.broken or (lease.failed and lease.synchronous):
             for other in self.requests.values():
                 other.store_barred = True
         if request.state == "LOADING" and request.load is lease:

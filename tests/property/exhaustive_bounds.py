@@ -31,6 +31,7 @@ class Expected:
 _PINS: Final = Bounds(
     requests=1, units=2, local_units=(0, 1), ranks=1, boundaries=True, pins=2, orderly=True
 )
+_ARRIVALS: Final = Bounds(requests=1, leases=1, stalls=True, arrivals=True, orderly=True)
 
 EVERY_CHANGE: Final = {
     "two requests": Expected(Bounds(leases=1, ranks=1, orderly=True), 3442, 43558, 19),
@@ -63,6 +64,16 @@ EVERY_CHANGE: Final = {
         Bounds(requests=1, ranks=1, quarantine=True, orderly=True), 2394, 29056, 21
     ),
     "ranks that stall": Expected(Bounds(requests=1, stalls=True, orderly=True), 6350, 78702, 20),
+    "ranks that arrive": Expected(
+        attrs.evolve(_ARRIVALS, leases=2, resets=False, deadlines=False), 3808, 31763, 24
+    ),
+    "ranks that arrive, three ranks": Expected(attrs.evolve(_ARRIVALS, ranks=3), 2150, 21994, 20),
+    "ranks that arrive, two requests": Expected(
+        attrs.evolve(_ARRIVALS, requests=2, resets=False, deadlines=False, hand_over_at_once=True),
+        5011,
+        46078,
+        25,
+    ),
     "clock": Expected(Bounds(requests=1, leases=1, ranks=1, clock=True), 2192, 17900, 15),
     "free blocks": Expected(Bounds(requests=1, ranks=1, lazy=True, orderly=True), 2218, 24366, 19),
 }
@@ -93,6 +104,7 @@ NIGHTLY: Final = {
     "free blocks, engine in any order, two ranks": Expected(
         Bounds(requests=1, lazy=True), 23948, 320957, 20
     ),
+    "ranks that arrive, two leases": Expected(attrs.evolve(_ARRIVALS, leases=2), 26320, 354658, 27),
     "clock, two ranks, loads of both kinds": Expected(
         Bounds(requests=1, leases=1, loads=(False, True), clock=True), 8052, 67248, 16
     ),

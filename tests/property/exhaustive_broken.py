@@ -75,6 +75,37 @@ def _stalled_load_holds_nothing(core: Core, lease: TransferLease, event: Any) ->
     lease.ranks_stalled |= 1 << event.rank
 
 
+def _arriving_load_holds_nothing(core: Core, lease: TransferLease, event: Any) -> None:
+    lease.ranks_arriving |= 1 << event.rank
+
+
+class _ArrivedIsReleased(Core):
+    """Gives blocks back when the request goes on, and not when the last bytes have come."""
+
+    def _leave(self, lease: TransferLease) -> None:
+        super()._leave(lease)
+        if lease.request.state is RequestState.RUNNING and lease.ranks_arriving:
+            self.pinned_blocks -= lease.block_count
+            self.emit(ReleasePins(lease))
+
+
+class _ArrivingOutweighsFailed(Core):
+    """Lets the request go on from what one rank has restored and another has not."""
+
+    def _leave(self, lease: TransferLease) -> None:
+        failed, lease.failed = lease.failed, lease.failed and not lease.ranks_arriving
+        super()._leave(lease)
+        lease.failed = failed
+
+
+class _BrokenPromiseIsForgotten(Core):
+    """Takes a load that fails after all for one that was never read."""
+
+    def _note_failure(self, lease: TransferLease, event: Any) -> None:
+        super()._note_failure(lease, event)
+        lease.broken = False
+
+
 class _AnyLeaseEndsTheWait(Core):
     """Takes the answer to a load of an earlier life for that of the present one."""
 
@@ -144,7 +175,7 @@ _P = RequestState
 BROKEN: Final = {
     "preemption frees pins": Broken(
         _with_effect(_P.RUNNING, events.Preempted, _preempt_frees_pins),
-        "pins_are_those_of_stores_and_stalled_loads does not hold",
+        "pins_are_those_of_stores_and_held_loads does not hold",
         4,
     ),
     "a deadline ends a transfer": Broken(
@@ -179,8 +210,22 @@ BROKEN: Final = {
     ),
     "a stalled load holds nothing": Broken(
         _with_effect(LeaseState.IN_FLIGHT, events.RankStalled, _stalled_load_holds_nothing),
-        "pins_are_those_of_stores_and_stalled_loads does not hold",
+        "pins_are_those_of_stores_and_held_loads does not hold",
         5,
+    ),
+    "an arriving load holds nothing": Broken(
+        _with_effect(LeaseState.IN_FLIGHT, events.RankArriving, _arriving_load_holds_nothing),
+        "pins_are_those_of_stores_and_held_loads does not hold",
+        5,
+    ),
+    "an arriving load is released when the request goes on": Broken(
+        _ArrivedIsReleased, "a command does not fit", 6
+    ),
+    "an arriving rank outweighs one that failed": Broken(
+        _ArrivingOutweighsFailed, "a_wait_for_a_load_ends_as_the_load_did does not hold", 6
+    ),
+    "an arriving load that fails after all is forgotten": Broken(
+        _BrokenPromiseIsForgotten, "only_ranks_that_fail_break_what_they_said does not hold", 6
     ),
     "any lease ends the wait": Broken(
         _AnyLeaseEndsTheWait, "a_wait_for_a_load_ends_as_the_load_did does not hold", 7

@@ -153,6 +153,7 @@ class Codec:
         )
         left = lease.ranks_left.bit_count()
         stalled = (lease.ranks_left & lease.ranks_stalled).bit_count()
+        arriving = (lease.ranks_left & lease.ranks_arriving).bit_count()
         first: Any = 0
         old = attempted = False
         if self.bounds.quarantine and load:
@@ -164,7 +165,7 @@ class Codec:
             load + lease.synchronous,
             _LEASE_NUMBERS[lease.state],
             left,
-            (lease.failed, attempted, old, stalled, lease.pinned),
+            (lease.failed, attempted, old, stalled, arriving, lease.pinned, lease.broken),
             first,
             lease.block_count,
             self._times(world, lease),
@@ -279,15 +280,20 @@ class Codec:
                 begin,
                 end,
                 (1 << left) - 1,
-                pinned=flags[4],
+                pinned=flags[5],
                 synchronous=kind == 2,
                 failed=flags[0],
                 attempted=flags[1],
+                broken=flags[6],
                 state=_LEASE_STATES[state_number],
             )
             if kind and lease.pinned:
-                # Some rank has stalled; if none of those that are left, one that has answered.
-                lease.ranks_stalled = (1 << flags[3]) - 1 or 1 << left
+                lease.ranks_stalled = (1 << flags[3]) - 1
+                # Some rank has said something; if none of those that are left, one that has
+                # answered since.
+                lease.ranks_arriving = (1 << flags[4]) - 1 << flags[3]
+                if not lease.ranks_stalled | lease.ranks_arriving:
+                    lease.ranks_arriving = 1 << left
             _set_times(lease, times)
             core.leases[lease.job_id] = lease
             world.leases.append(lease)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TypeAlias
 
 from core_engine import UNIT, parts_of
-from exhaustive_world import NAMES, World, is_load
+from exhaustive_world import NAMES, World, is_load, reported
 
 from umbp.errors import IllegalTransition, UsageError
 from umbp.fsm import (
@@ -24,6 +24,7 @@ from umbp.fsm import (
     LookupAnswered,
     LookupAsked,
     Preempted,
+    RankArriving,
     RankFailed,
     RankStalled,
     RankSucceeded,
@@ -80,6 +81,7 @@ _UNKNOWN_JOB: tuple[Unfit, ...] = (
     (RankSucceeded(_NEVER_GIVEN, 0), None),
     (RankFailed(_NEVER_GIVEN, 0, True, (b"first",)), None),
     (RankStalled(_NEVER_GIVEN, 0), None),
+    (RankArriving(_NEVER_GIVEN, 0), None),
 )
 
 
@@ -126,14 +128,16 @@ def _unfit_for(world: World, request: RequestContext) -> Iterator[Unfit]:
 def _unfit_for_lease(world: World, lease: TransferLease) -> Iterator[Unfit]:
     job_id, ranks = lease.job_id, world.bounds.ranks
     yield RankSucceeded(job_id, ranks), None
-    yield RankStalled(job_id, ranks), None
     first = next(rank for rank in range(ranks) if lease.ranks_left >> rank & 1)
-    if not is_load(lease) or lease.synchronous:
-        yield RankStalled(job_id, first), UsageError
-    elif lease.state is LeaseState.SUBMITTED:
-        yield RankStalled(job_id, first), IllegalTransition
-    elif lease.ranks_stalled >> first & 1:
-        yield RankStalled(job_id, first), None
+    for report in (RankStalled, RankArriving):
+        yield report(job_id, ranks), None
+        if not is_load(lease) or lease.synchronous:
+            yield report(job_id, first), UsageError
+        elif lease.state is LeaseState.SUBMITTED:
+            yield report(job_id, first), IllegalTransition
+        elif reported(lease) >> first & 1:
+            # What a rank has said once, it can only answer for.
+            yield report(job_id, first), None
     if lease.state is LeaseState.SUBMITTED:
         yield RankSucceeded(job_id, 0), IllegalTransition
         yield RankFailed(job_id, ranks - 1, True, (b"first",)), IllegalTransition
@@ -142,4 +146,5 @@ def _unfit_for_lease(world: World, lease: TransferLease) -> Iterator[Unfit]:
     for rank in world.transfers[job_id].answered:
         yield RankSucceeded(job_id, rank), None
         yield RankStalled(job_id, rank), None
+        yield RankArriving(job_id, rank), None
         yield RankFailed(job_id, rank, True, (b"first",)), None

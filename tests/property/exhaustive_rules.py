@@ -11,7 +11,7 @@ from typing import Any
 
 import attrs
 from core_engine import UNIT, fields_of
-from exhaustive_world import Action, World, is_load
+from exhaustive_world import ARRIVING, Action, World, is_load, reported
 
 from umbp.fsm import LeaseState, RequestContext, RequestState, TransferLease
 from umbp.fsm.counters import CoreCounters
@@ -40,7 +40,7 @@ def blocks_under_a_transfer_are_held(world: World) -> bool:
 
 def _is_kept(lease: TransferLease) -> bool:
     """Says whether the engine believes that a load goes on, and so keeps its blocks."""
-    return is_load(lease) and bool(lease.ranks_left & ~lease.ranks_stalled)
+    return is_load(lease) and bool(lease.ranks_left & ~reported(lease))
 
 
 def _is_of(lease: TransferLease, name: str, world: World) -> bool:
@@ -54,17 +54,17 @@ def blocks_have_one_owner(world: World) -> bool:
     return len(owned) == len(set(owned))
 
 
-def pins_are_those_of_stores_and_stalled_loads(world: World) -> bool:
+def pins_are_those_of_stores_and_held_loads(world: World) -> bool:
     """A pin too many is memory lost; a pin too few is a block reused while it is read."""
     leases = world.core.leases.values()
-    pinning = [lease for lease in leases if not is_load(lease) or lease.ranks_stalled]
+    pinning = [lease for lease in leases if not is_load(lease) or reported(lease)]
     pinned_blocks = sum(lease.block_count for lease in pinning)
-    # What a stalled load holds is held whatever the limit.
-    stalled = any(map(is_load, pinning))
+    # What a load holds is held whatever the limit.
+    loads = any(map(is_load, pinning))
     return (
         {lease.job_id for lease in pinning} == world.pinning
         and world.core.pinned_blocks == pinned_blocks
-        and (stalled or pinned_blocks <= world.core.limits.pinned_blocks_max)
+        and (loads or pinned_blocks <= world.core.limits.pinned_blocks_max)
         and all(lease.pinned == (lease.job_id in world.pinning) for lease in leases)
     )
 
@@ -109,7 +109,10 @@ def ended_requests_have_open_leases_or_are_finished(world: World) -> bool:
 
 
 def a_load_that_is_waited_for_is_open(world: World) -> bool:
-    """The engine waits for exactly one end of a load: LOADING begins with it and ends with it."""
+    """The engine waits for exactly one end of a load: LOADING begins with it and ends with it.
+
+    That is the answer of each rank, or its word that it has stalled or cannot fail any more.
+    """
     for request in world.core.requests.values():
         load = world.core.leases.get(request.load_job_id) if request.load_job_id else None
         if (request.state is RequestState.LOADING) != (load is not None):
@@ -117,7 +120,7 @@ def a_load_that_is_waited_for_is_open(world: World) -> bool:
         if load is not None and (
             load.request is not request
             or load.generation != request.generation
-            or not is_load(load)
+            or not _is_kept(load)
             or request.load_barred
         ):
             return False
@@ -203,7 +206,7 @@ def all_that_lasts_has_a_deadline(world: World) -> bool:
 STATE_RULES = (
     blocks_under_a_transfer_are_held,
     blocks_have_one_owner,
-    pins_are_those_of_stores_and_stalled_loads,
+    pins_are_those_of_stores_and_held_loads,
     open_leases_are_counted,
     leases_know_who_has_answered,
     ended_requests_have_open_leases_or_are_finished,
@@ -228,6 +231,7 @@ class Step:
         before: For each request that lives, its context and what the fields hold.
         lease: The transfer that it is about; None if it is about none.
         waited_for: Whether a request waits for that transfer.
+        was_broken: Whether a rank had failed of which the engine was told that it could not.
     """
 
     def __init__(self, world: World, action: Action) -> None:
@@ -238,8 +242,9 @@ class Step:
         ]
         self.open_before = list(world.core.leases.values())
         self.counted = fields_of(world.core.counters)
-        about_lease = action[0] in ("send", "succeed", "fail", "stall")
+        about_lease = action[0] in ("send", "succeed", "fail", "stall", "arrive")
         self.lease = world.leases[action[1]] if about_lease else None
+        self.was_broken = self.lease is not None and self.lease.broken
         owner = self.lease.request if self.lease is not None else None
         self.waited_for = owner is not None and (
             owner.state is RequestState.LOADING and owner.load_job_id == self.lease.job_id
@@ -279,7 +284,7 @@ def answers_for_others_touch_no_life(step: Step) -> bool:
     """A late answer for an earlier life, or for a store, changes no life that goes on."""
     if step.lease is None or step.waited_for:
         return True
-    bars = step.lease.synchronous and step.lease.failed
+    bars = _spoils_all_lives(step.lease)
     for request, fields in step.before:
         after = fields_of(request)
         if after != fields and not all(
@@ -303,8 +308,11 @@ def a_wait_for_a_load_ends_as_the_load_did(step: Step) -> bool:
         same_life = request.generation == _was(fields, "generation")
         if not ended:
             gone = request.state is not RequestState.LOADING
-            heard_of_all = not lease.ranks_left & ~lease.ranks_stalled
-            if heard_of_all and not (gone and (request.load_barred or not same_life)):
+            heard_of_all = not lease.ranks_left & ~reported(lease)
+            ahead = RequestState.LOOKUP if lease.failed else RequestState.RUNNING
+            if heard_of_all and not (
+                request.state is ahead and request.load_barred == lease.failed and same_life
+            ):
                 return False
             if gone and not heard_of_all and step.action[0] not in _ENDS_OF_LIVES:
                 return False
@@ -328,12 +336,27 @@ def a_bar_stays(step: Step) -> bool:
     return True
 
 
-def a_failed_synchronous_load_bars_all_stores(step: Step) -> bool:
+def a_load_that_fails_when_it_may_have_been_read_bars_all_stores(step: Step) -> bool:
     """Any life may have shared its blocks before it failed."""
     lease = step.lease
-    if lease is None or not lease.synchronous or not lease.failed or lease.ranks_left:
+    if lease is None or not _spoils_all_lives(lease) or lease.ranks_left:
         return True
     return all(request.store_barred for request, _ in step.before) and not step.world.core.filling
+
+
+def _spoils_all_lives(lease: TransferLease) -> bool:
+    """Says whether lives that go on may have read what a load that failed left behind."""
+    return lease.broken or (lease.synchronous and lease.failed)
+
+
+def only_ranks_that_fail_break_what_they_said(step: Step) -> bool:
+    """Lives compute on a load that cannot fail: when it does, that is no failure like others."""
+    if step.lease is None:
+        return True
+    breaks = step.action[0] == "fail" and step.action[2] == ARRIVING
+    return (
+        step.lease.broken == (step.was_broken or breaks) and step.lease.broken <= step.lease.failed
+    )
 
 
 def a_life_never_plans_backwards(step: Step) -> bool:
@@ -403,7 +426,8 @@ STEP_RULES = (
     answers_for_others_touch_no_life,
     a_wait_for_a_load_ends_as_the_load_did,
     a_bar_stays,
-    a_failed_synchronous_load_bars_all_stores,
+    a_load_that_fails_when_it_may_have_been_read_bars_all_stores,
+    only_ranks_that_fail_break_what_they_said,
     a_life_never_plans_backwards,
     a_new_life_has_a_new_number,
     a_reset_forgets_what_was_found,

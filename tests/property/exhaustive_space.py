@@ -22,7 +22,7 @@ from exhaustive_codec import Codec, State, work_of
 from exhaustive_events import unfit_events
 from exhaustive_rules import STATE_RULES, STEP_RULES, Step
 from exhaustive_story import Story
-from exhaustive_world import Bounds, World
+from exhaustive_world import Bounds, World, said_by
 
 from umbp.errors import IllegalTransition, UsageError
 from umbp.fsm import Core, CoreLimits, Event, LeaseState
@@ -186,8 +186,8 @@ def _next_in_silence(world: World) -> Action | None:
     core = world.core
     for index, lease in enumerate(world.leases):
         if lease.job_id in core.leases and lease.state is not LeaseState.SUBMITTED:
-            stalled = not lease.ranks_left & ~lease.ranks_stalled
-            return ("fail", index, stalled, True)
+            first = (lease.ranks_left & -lease.ranks_left).bit_length() - 1
+            return ("fail", index, said_by(lease, first), True)
     if world.bounds.clock:
         return ("wait",) if core.leases or core.requests else None
     # The time of a request that waits for a transfer does nothing: the transfer's own does.

@@ -30,13 +30,14 @@ _PHRASES = {
     "succeed": "a rank succeeds with {0}",
     "fail": "a rank fails {0}",
     "stall": "a rank stalls in {0}",
+    "arrive": "a rank can no more fail {0}",
     "expire_request": "the time of {0} is over",
     "expire_lease": "the time of {0} is over",
     "expire_storing": "the time of {0}, which has ended, is over",
     "end_quarantine": "the quarantine ends",
     "wait": "time passes",
 }
-_OF_LEASES = ("send", "succeed", "fail", "stall", "expire_lease")
+_OF_LEASES = ("send", "succeed", "fail", "stall", "arrive", "expire_lease")
 _WITH_TOKENS = ("ask", "skip", "answer", "load", "compute", "fill", "defer")
 
 

@@ -34,6 +34,7 @@ from umbp.fsm import (
     LookupReply,
     LookupSkipped,
     Preempted,
+    RankArriving,
     RankFailed,
     RankStalled,
     RankSucceeded,
@@ -49,6 +50,9 @@ HASHES = (b"first", b"second", b"third")
 
 _BEGINS_ANEW = (RequestState.LOOKUP, RequestState.PREEMPTED)
 _ADMITTED = (RequestState.LOADING, RequestState.RUNNING)
+
+NOTHING, STALLED, ARRIVING = "nothing", "stalled", "arriving"
+"""What a rank that has not answered has said so far of its part of a load."""
 
 
 @attrs.frozen(kw_only=True)
@@ -67,6 +71,8 @@ class Bounds:
         lazy: Whether stores may be put off, and blocks that nobody uses are stored.
         pins: Blocks that stores may pin.
         stalls: Whether a rank may be unable to end its part of a load.
+        arrivals: Whether a rank may say that its part of a load cannot fail any more. It may fail
+            after all: the core relies on no rank's word.
         quarantine: Whether objects that failed to load are misses for a while; then a worker may
             also fail without having attempted anything.
         resets: Whether the store is reset.
@@ -88,6 +94,7 @@ class Bounds:
     lazy: bool = False
     pins: int = 100
     stalls: bool = False
+    arrivals: bool = False
     quarantine: bool = False
     resets: bool = True
     deadlines: bool = True
@@ -162,22 +169,24 @@ class World(Engine):
             yield from self.deadlines()
 
     def _answers(self, index: int, lease: TransferLease) -> Iterator[Action]:
-        for stalled in (False, True):
-            if self._ranks_left(lease, stalled):
-                yield ("succeed", index, stalled)
-                yield ("fail", index, stalled, True)
+        for said in (NOTHING, STALLED, ARRIVING):
+            if self._ranks_left(lease, said):
+                yield ("succeed", index, said)
+                yield ("fail", index, said, True)
                 if self.bounds.quarantine:
-                    yield ("fail", index, stalled, False)
-        may_stall = self.bounds.stalls and is_load(lease) and not lease.synchronous
-        if may_stall and self._ranks_left(lease, False):
-            yield ("stall", index)
+                    yield ("fail", index, said, False)
+        if is_load(lease) and not lease.synchronous and self._ranks_left(lease, NOTHING):
+            if self.bounds.stalls:
+                yield ("stall", index)
+            if self.bounds.arrivals:
+                yield ("arrive", index)
 
-    def _ranks_left(self, lease: TransferLease, stalled: bool) -> list[int]:
+    def _ranks_left(self, lease: TransferLease, said: str) -> list[int]:
         answered = self.transfers[lease.job_id].answered
         return [
             rank
             for rank in range(self.bounds.ranks)
-            if rank not in answered and bool(lease.ranks_stalled >> rank & 1) == stalled
+            if rank not in answered and said_by(lease, rank) == said
         ]
 
     def deadlines(self) -> Iterator[Action]:
@@ -346,24 +355,30 @@ class World(Engine):
         self.give(LeaseSent(job_id))
         self.transfers[job_id].sent = True
 
-    def succeed(self, index: int, stalled: bool) -> None:
-        job_id, rank = self._next_rank(index, stalled)
+    def succeed(self, index: int, said: str) -> None:
+        job_id, rank = self._next_rank(index, said)
         self.give(RankSucceeded(job_id, rank))
 
-    def fail(self, index: int, stalled: bool, attempted: bool) -> None:
-        job_id, rank = self._next_rank(index, stalled)
+    def fail(self, index: int, said: str, attempted: bool) -> None:
+        job_id, rank = self._next_rank(index, said)
         hashes = [h for part in self.leases[index].parts for h in part.block_hashes if h]
         self.give(RankFailed(job_id, rank, attempted, tuple(hashes) if attempted else ()))
 
-    def _next_rank(self, index: int, stalled: bool) -> tuple[int, int]:
+    def _next_rank(self, index: int, said: str) -> tuple[int, int]:
         transfer = self.transfers[self.leases[index].job_id]
-        rank = self.choose_rank(self._ranks_left(transfer.lease, stalled))
+        rank = self.choose_rank(self._ranks_left(transfer.lease, said))
         transfer.answered.add(rank)
         return transfer.lease.job_id, rank
 
     def stall(self, index: int) -> None:
+        self._report(RankStalled, index)
+
+    def arrive(self, index: int) -> None:
+        self._report(RankArriving, index)
+
+    def _report(self, kind: type[RankStalled] | type[RankArriving], index: int) -> None:
         lease = self.leases[index]
-        self.give(RankStalled(lease.job_id, self.choose_rank(self._ranks_left(lease, False))))
+        self.give(kind(lease.job_id, self.choose_rank(self._ranks_left(lease, NOTHING))))
 
     def reset(self, kept: bool) -> None:
         self.give(EpochRaised(kept))
@@ -405,3 +420,15 @@ class World(Engine):
 
 def is_load(lease: TransferLease) -> bool:
     return lease.kind is LeaseKind.LOAD
+
+
+def said_by(lease: TransferLease, rank: int) -> str:
+    """Says what a rank has said of its part before its answer."""
+    if lease.ranks_stalled >> rank & 1:
+        return STALLED
+    return ARRIVING if lease.ranks_arriving >> rank & 1 else NOTHING
+
+
+def reported(lease: TransferLease) -> int:
+    """Returns a bit mask of the ranks by which the engine takes a load for ended, answers aside."""
+    return lease.ranks_stalled | lease.ranks_arriving

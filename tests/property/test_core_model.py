@@ -36,6 +36,7 @@ from umbp.fsm import (
     LookupSkipped,
     PinBlocks,
     Preempted,
+    RankArriving,
     RankFailed,
     RankStalled,
     RankSucceeded,
@@ -81,7 +82,7 @@ class Pair:
         answered = {event.question_id} if isinstance(event, LookupAnswered) else set()
         dropped = [one.question_id for one in commands if isinstance(one, DropLookup)]
         assert sorted(dropped) == sorted(open_before - self.questions() - answered)
-        if isinstance(event, RankSucceeded | RankFailed | RankStalled):
+        if isinstance(event, RankSucceeded | RankFailed | RankStalled | RankArriving):
             assert list(map(_brief, commands)) == expected
         self.compare()
 
@@ -163,6 +164,7 @@ def _same_lease(lease: Any, expected: Any) -> None:
     assert lease.deadline_s == expected.deadline_s
     assert (lease.state is not LeaseState.SUBMITTED) == expected.sent
     assert (lease.failed, lease.pinned) == (expected.failed, expected.pinned)
+    assert lease.broken == expected.broken
     assert {rank for rank in range(3) if lease.ranks_left & 1 << rank} == expected.left
     assert (lease.begin_tokens, lease.end_tokens) == (expected.begin, expected.end)
     assert (lease.epoch, lease.block_count) == (expected.epoch, expected.blocks)
@@ -266,6 +268,11 @@ def rank_stalls(pair: Pair, name: str, low: int, high: int, flag: bool, number: 
     pair.give(RankStalled(job_id, rank), lambda: pair.model.rank_stalls(job_id, rank))
 
 
+def rank_arrives(pair: Pair, name: str, low: int, high: int, flag: bool, number: int) -> None:
+    job_id, rank = _job(pair, number), low % 4
+    pair.give(RankArriving(job_id, rank), lambda: pair.model.rank_arrives(job_id, rank))
+
+
 MOVES = {
     move.__name__: move
     for move in (
@@ -284,6 +291,7 @@ MOVES = {
         send,
         rank_answers,
         rank_stalls,
+        rank_arrives,
     )
 }
 
@@ -299,12 +307,26 @@ def what_comes_next(pair: Pair, name: str, low: int, high: int, flag: bool, numb
         begin, end = request.local_tokens // UNIT, (request.hit_end_tokens or 0) // UNIT
         act = load if end > begin else compute
         act(pair, name, begin, end, flag, 4)
+    elif request.state is RequestState.LOADING:
+        index = sorted(pair.core.leases).index(request.load_job_id)
+        hear_of_load(pair, name, low, high, flag, index)
     elif request.state is RequestState.RUNNING and number == 0:
         offer_boundary(pair, name, low, high, flag, number)
     elif request.state is RequestState.RUNNING and number < 3:
         defer(pair, name, 1 + low % 2, high, flag, 1)
     elif request.state is RequestState.RUNNING:
         fill(pair, name, 1 + low % 2, high, flag, 1)
+
+
+def hear_of_load(pair: Pair, name: str, low: int, high: int, flag: bool, number: int) -> None:
+    """Hands over the load of that number, or lets a rank say something of it."""
+    low %= pair.core.limits.rank_count
+    if pair.core.leases[_job(pair, number)].state is LeaseState.SUBMITTED:
+        send(pair, name, low, high, flag, number)
+    elif high < 4:
+        rank_arrives(pair, name, low, high, flag, number)
+    else:
+        (rank_stalls if high == 4 else rank_answers)(pair, name, low, high, flag, number)
 
 
 def work(pair: Pair, name: str, low: int, high: int, flag: bool, number: int) -> None:
@@ -315,6 +337,8 @@ def work(pair: Pair, name: str, low: int, high: int, flag: bool, number: int) ->
     for rank in range(pair.core.limits.rank_count):
         if rank == high and number == 9:
             rank_stalls(pair, name, rank, high, flag, number)
+        elif flag and number > 4:
+            rank_arrives(pair, name, rank, high, flag, number)
         else:
             rank_answers(pair, name, rank, high, flag or rank != high, number)
 

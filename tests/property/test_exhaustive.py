@@ -77,7 +77,7 @@ def _brief(row: tuple[Any, type[Any], Any]) -> str:
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_core_is_found_by_the_shortest_way(name: str) -> None:
     broken = BROKEN[name]
-    bounds = Bounds(requests=1, stalls=True, lazy="free" in name)
+    bounds = Bounds(requests=1, stalls=True, arrivals="arriving" in name, lazy="free" in name)
     with pytest.raises(Counterexample) as caught:
         search(Lifecycle(bounds, broken.make_core), 20_000)
     assert broken.says in str(caught.value)
@@ -94,7 +94,7 @@ def test_a_counterexample_can_be_read() -> None:
 
 
 STORY = """\
-pins_are_those_of_stores_and_stalled_loads does not hold. \
+pins_are_those_of_stores_and_held_loads does not hold. \
 A pin too many is memory lost; a pin too few is a block reused while it is read.
   1. a is asked for with 0 tokens of its own: looked up
        a is LOOKUP, its question is open
@@ -147,7 +147,8 @@ REQUEST_FIELDS = (
 )
 LEASE_FIELDS = (
     "job_id request generation kind epoch parts block_count begin_tokens end_tokens ranks_left "
-    "ranks_stalled pinned synchronous failed attempted state deadline_s wake_s"
+    "ranks_stalled ranks_arriving pinned synchronous failed attempted broken state deadline_s "
+    "wake_s"
 )
 CORE_FIELDS = (
     "limits epoch requests leases filling counters quarantine deadlines pinned_blocks sync_loads "

@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from umbp.sim.actions import Action, ActionKind, apply
 from umbp.sim.driver import LAZY_MAX_TOKENS, run, run_random, settle
 from umbp.sim.engine import SimEngine
+from umbp.sim.faults import LATE_ARRIVALS
 from umbp.sim.models import (
     MAX_TOKENS,
     EngineOptions,
@@ -81,6 +82,7 @@ class EngineMachine(RuleBasedStateMachine):
     @initialize(options=engine_options(), seed=seeds)
     def start(self, options: EngineOptions, seed: int) -> None:
         self.engine = SimEngine(SimWorld(sim_model(options), seed=seed, capacity_objects=64))
+        self.engine.world.faults.plan = LATE_ARRIVALS
 
     def act(self, kind: ActionKind, number: int = 0) -> None:
         apply(self.engine, Action(kind, number))
@@ -119,6 +121,11 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(kind=st.sampled_from((ActionKind.FORGET, ActionKind.RESET, ActionKind.RESET_RUNNING)))
     def empty(self, kind: ActionKind) -> None:
         self.act(kind)
+
+    @precondition(lambda self: any(one.finished for one in self.engine.requests))
+    @rule(number=numbers)
+    def restore(self, number: int) -> None:
+        self.act(ActionKind.RESTORE, number)
 
     @rule(
         kind=st.sampled_from(

@@ -316,11 +316,11 @@ class SchedulerSide:
     def may_free_blocks_soon(self) -> bool:
         """Answers ``has_pending_block_frees``.
 
-        True while a store that is not stalled is all that keeps a block from being free, so that
-        waiting for it beats preempting a request.
+        True while a store, or a load that is arriving, is all that keeps a block from being free,
+        and is not stalled, so that waiting for it beats preempting a request.
         """
         return any(
-            not _is_load(lease)
+            lease.pinned
             and lease.state is LeaseState.IN_FLIGHT
             and self._bound.pins.holds_alone(lease)
             for lease in self.core.leases.values()

@@ -37,6 +37,10 @@ class ActionKind(enum.Enum):
     FORGET = "forget"
     """vLLM's own prefix cache loses what no request uses; the store stays. Or, under lazy offload,
     requests that share nothing need the blocks."""
+    RESTORE = "restore"
+    """The engine comes to rest if it can, vLLM's cache loses what no request uses, and a client
+    sends an old prompt again: a load with nothing beside it. Meanwhile the client may go away, the
+    store be reset, or some rank have a fault."""
     RESET = "reset"
     """vLLM's cache and the store are emptied."""
     RESET_RUNNING = "reset_running"
@@ -79,6 +83,7 @@ _WEIGHTS: Final = {
     ActionKind.EXECUTE: 3,
     ActionKind.COMPLETE: 4,
     ActionKind.FORGET: 10,
+    ActionKind.RESTORE: 6,
     ActionKind.RESET: 1,
     ActionKind.RESET_RUNNING: 1,
     ActionKind.LOADS: 3,
@@ -95,6 +100,8 @@ _CROWD: Final = 3
 _CROWD_TOKENS: Final = 44
 """As long as the longest prompt of a family."""
 _NUMBERS: Final = 1 << 20
+_REST_STEPS: Final = 12
+_LOAD_STEPS: Final = 8
 
 
 def random_actions(source: random.Random, count: int) -> list[Action]:
@@ -155,9 +162,7 @@ def _abort(engine: SimEngine, number: int) -> None:
 
 
 def _step(engine: SimEngine, number: int) -> None:
-    for _ in range(1 + number % 4):
-        if engine.has_work() and not engine.stopped:
-            engine.step()
+    _step_while(engine, 1 + number % 4, engine.has_work)
 
 
 def _schedule(engine: SimEngine, _: int) -> None:
@@ -182,6 +187,35 @@ def _forget(engine: SimEngine, number: int) -> None:
     for crowd in range(_CROWD):
         begin = number + 29 * crowd
         engine.add([300 + (begin + place * (crowd + 1)) % 197 for place in range(_CROWD_TOKENS)], 1)
+
+
+def _restore(engine: SimEngine, number: int) -> None:
+    over = [one for one in engine.requests if one.finished]
+    if not over:
+        return
+    _step_while(engine, _REST_STEPS, engine.has_work)
+    engine.forget()
+    number, what = divmod(number, 8)
+    if what == 5:
+        _loads(engine, number)
+    number, which = divmod(number, len(over))
+    request = engine.add(over[-1 - which].source.prompt_token_ids, 1 + number % 3)
+    if what < 2:
+        # Before it is known that the load cannot fail.
+        _step_while(engine, 2, engine.has_work)
+        engine.reset(running=what == 1)
+    _step_while(engine, _LOAD_STEPS, lambda: not (engine.loads_arriving or request.finished))
+    if what in (2, 3):
+        engine.abort(request.request_id)
+    elif what == 4:
+        engine.reset(running=True)
+
+
+def _step_while(engine: SimEngine, count: int, condition: Callable[[], bool]) -> None:
+    for _ in range(count):
+        if engine.stopped or not engine.has_work() or not condition():
+            return
+        engine.step()
 
 
 def _reset(engine: SimEngine, _: int) -> None:
@@ -248,6 +282,7 @@ _ACTIONS: Final[dict[ActionKind, Callable[[SimEngine, int], None]]] = {
     ActionKind.EXECUTE: _execute,
     ActionKind.COMPLETE: _complete,
     ActionKind.FORGET: _forget,
+    ActionKind.RESTORE: _restore,
     ActionKind.RESET: _reset,
     ActionKind.RESET_RUNNING: _reset_running,
     ActionKind.LOADS: _loads,

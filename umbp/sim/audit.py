@@ -34,8 +34,9 @@ class Audit:
         # Per rank, loads that vLLM waits for, by request id.
         self._awaited: list[Counter[str]] = [Counter() for _ in range(self._ranks)]
         self._unanswered: dict[int, set[int]] = {}
-        # (job id, rank) of loads that were said to have ended well before they had.
-        self._arriving: set[tuple[int, int]] = set()
+        # (job id, rank) of transfers that were spoken of before their end, and of loads whether
+        # they were said to have ended well.
+        self._spoken_of: dict[tuple[int, int], bool] = {}
         self._open_loads: dict[int, TransferLease] = {}
         self._failed: set[RequestContext] = set()
         self._quarantined: dict[bytes, float] = {}
@@ -109,7 +110,7 @@ class Audit:
             "synchronous loads": core.sync_loads,
             "unreported loads": sum(awaited.total() for awaited in self._awaited),
             "unanswered jobs": len(self._unanswered),
-            "loads on their way": len(self._arriving),
+            "transfers that stalled or arrive": len(self._spoken_of),
         }
         found = {what: count for what, count in left.items() if count}
         if found:
@@ -153,14 +154,15 @@ class Audit:
             ranks = self._unanswered.get(answer.job_id)
             if ranks is None or answer.rank not in ranks:
                 raise OracleError(f"rank {answer.rank} answers job {answer.job_id} twice")
-            promised = (answer.job_id, answer.rank) in self._arriving
+            part = answer.job_id, answer.rank
+            promised = self._spoken_of.get(part, False)
             self._check_epoch(answer, known_epoch, promised=promised)
-            if answer.arriving:
-                if promised:
-                    raise OracleError(f"job {answer.job_id} arrives twice on rank {answer.rank}")
-                self._arriving.add((answer.job_id, answer.rank))
+            if answer.arriving or answer.stalled:
+                if part in self._spoken_of:
+                    raise OracleError(f"rank {answer.rank} speaks twice of job {answer.job_id}")
+                self._spoken_of[part] = answer.arriving
                 continue
-            self._arriving.discard((answer.job_id, answer.rank))
+            self._spoken_of.pop(part, None)
             if promised and not answer.succeeded:
                 raise OracleError(f"rank {answer.rank} takes back the end of job {answer.job_id}")
             ranks.discard(answer.rank)

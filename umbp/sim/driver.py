@@ -15,7 +15,7 @@ import attrs
 
 from umbp.sim.actions import Action, apply, random_actions
 from umbp.sim.engine import SimEngine
-from umbp.sim.faults import CALM
+from umbp.sim.faults import CALM, LATE_ARRIVALS
 from umbp.sim.models import (
     MAX_TOKENS,
     EngineOptions,
@@ -67,7 +67,7 @@ def quiet() -> None:
 def random_options(source: random.Random) -> EngineOptions:
     """Draws what an engine is started with."""
     kind = source.choice(list(ModelKind))
-    load_async = kind is not ModelKind.DENSE or source.random() < 0.3
+    load_async = kind is not ModelKind.DENSE or source.random() < 0.5
     lazy_offload = load_async and source.random() < 0.4
     async_scheduling = source.random() < 0.5
     if kind is ModelKind.HYBRID and not hybrid_may_run_ahead():
@@ -110,6 +110,7 @@ def run(
     world = SimWorld(
         sim_model(options), seed=seed, capacity_objects=_CAPACITIES[seed % len(_CAPACITIES)]
     )
+    world.faults.plan = LATE_ARRIVALS
     engine = SimEngine(world)
     for action in actions:
         apply(engine, action)

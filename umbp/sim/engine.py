@@ -165,6 +165,12 @@ class SimEngine:
         """Steps under way."""
         return len(self._batches)
 
+    @property
+    def loads_arriving(self) -> int:
+        """Loads that vLLM takes for ended, or is about to, and whose last bytes are to come."""
+        leases = self.connector.scheduler_side.core.leases.values()
+        return sum(bool(lease.ranks_arriving) for lease in leases)
+
     def has_work(self) -> bool:
         """Says whether vLLM would go on stepping."""
         return bool(self._batches) or self.scheduler.has_requests()

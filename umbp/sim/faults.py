@@ -28,6 +28,10 @@ class TransferFault(enum.Enum):
     HUNG = "hung"
     """As ``HELD``; but once it has outlived the timeout, the pool says that it is stalled."""
 
+    LEFT = "left"
+    """As ``HELD``; but once it has outlived the timeout, the pool says so, and begins nothing until
+    it has ended. The engine goes on without it."""
+
 
 class LookupFault(enum.Enum):
     """How a lookup is answered."""
@@ -56,6 +60,8 @@ class FaultPlan:
         stores: The same for stores.
         lookups: Faults of lookups.
         latency_s: Shortest and longest time that a job takes where nothing goes wrong.
+        arrival_s: Shortest and longest time from the moment when a load can fail no more, and says
+            so, to its end.
         evict_percent: How often an object of a hit is evicted before it can be loaded.
     """
 
@@ -63,11 +69,16 @@ class FaultPlan:
     stores: Sequence[TransferFault] = (TransferFault.NONE,)
     lookups: Sequence[LookupFault] = (LookupFault.NONE,)
     latency_s: tuple[float, float] = (0.0, 0.03)
+    arrival_s: tuple[float, float] = (0.0, 0.01)
     evict_percent: int = 0
 
 
 CALM = FaultPlan()
 """Nothing goes wrong."""
+
+LATE_ARRIVALS = FaultPlan(arrival_s=(0.0, 0.12))
+"""Nothing goes wrong, and the last bytes of a load come many steps after it was said that they
+will: in that time everything else can happen to its request."""
 
 TRANSFERS = {fault.value: fault for fault in TransferFault}
 LOOKUPS = {fault.value: fault for fault in LookupFault}
@@ -99,6 +110,10 @@ class FaultSource:
     def latency_s(self) -> float:
         """Draws how long something takes."""
         return self._random.uniform(*self.plan.latency_s)
+
+    def arrival_s(self) -> float:
+        """Draws how long the last bytes of a load take that can fail no more."""
+        return self._random.uniform(*self.plan.arrival_s)
 
     def evicts(self) -> bool:
         """Draws whether an object of a hit is evicted."""

@@ -27,6 +27,8 @@ from umbp.sim.store import SimStore
 OBJECT_BYTES = 1
 """What an object counts for in ``bytes_moved``."""
 
+_LEFT = "another transfer has stalled"
+
 
 @attrs.define(eq=False)
 class _Job:
@@ -100,6 +102,8 @@ class SimPool:
         self._results: list[JobResult] = []
         # Of held jobs, how each one would go on.
         self._held: dict[int, Callable[[], None]] = {}
+        # Of these, those that were reported as stalled.
+        self._left: set[int] = set()
         self._synchronous = synchronous
         self._stalled = False
         self._holding = True
@@ -121,7 +125,7 @@ class SimPool:
     def load(self, job: TransferJob) -> None:
         """Plans a load."""
         fault = self._faults.load()
-        if fault is TransferFault.HELD and self._synchronous:
+        if fault in (TransferFault.HELD, TransferFault.LEFT) and self._synchronous:
             fault = TransferFault.HUNG
         self._submit(_Job(job, True, fault))
 
@@ -173,6 +177,9 @@ class SimPool:
 
     def _submit(self, job: _Job) -> None:
         self._jobs[job.job.job_id] = job
+        if self._left:
+            self._end(job, TransferOutcome.NOT_ATTEMPTED, _LEFT)
+            return
         match job.fault:
             case TransferFault.QUEUE_FULL:
                 self._end(job, TransferOutcome.NOT_ATTEMPTED, "queue full")
@@ -207,6 +214,9 @@ class SimPool:
             case TransferFault.HUNG if self._holding:
                 self._held[job.job.job_id] = lambda: self._half(job)
                 self._clock.call_in(self._timeout_s, lambda: self._note_stalled(job))
+            case TransferFault.LEFT if self._holding:
+                self._held[job.job.job_id] = lambda: self._half(job)
+                self._clock.call_in(self._timeout_s, lambda: self._leave(job))
             case TransferFault.LATE:
                 self._clock.call_in(self._timeout_s * 0.4, lambda: self._half(job))
             case _:
@@ -216,22 +226,37 @@ class SimPool:
         if job.job.job_id in self._held:
             self._stalled = True
 
+    def _leave(self, job: _Job) -> None:
+        if job.job.job_id not in self._held:
+            return
+        self._left.add(job.job.job_id)
+        self._results.append(JobResult(job.job.job_id, TransferOutcome.STALLED, reason="held up"))
+        for other in list(self._jobs.values()):
+            if not other.begun:
+                self._end(other, TransferOutcome.NOT_ATTEMPTED, _LEFT)
+
     def _half(self, job: _Job) -> None:
         """Moves every second object; the others follow at the end."""
-        if job.is_load:
-            self._write(job, slice(0, None, 2))
-            if job.job.may_arrive and job.fault is TransferFault.NONE and None not in job.contents:
-                self._results.append(
-                    JobResult(
-                        job.job.job_id,
-                        TransferOutcome.ARRIVING,
-                        arrival=_SimArrival(lambda: self._arrive(job)),
-                    )
-                )
         delay_s = self._faults.latency_s() / 4
         if job.fault is TransferFault.LATE:
             delay_s = self._timeout_s * 0.4
+        if job.is_load:
+            self._write(job, slice(0, None, 2))
+            if job.job.may_arrive and self._is_sure(job):
+                delay_s = max(delay_s, self._faults.arrival_s())
+                self._announce(job)
         self._clock.call_in(delay_s, lambda: self._finish(job))
+
+    @staticmethod
+    def _is_sure(job: _Job) -> bool:
+        """Says whether a load, of which some has come, cannot fail any more."""
+        is_spoilt = job.fault in (TransferFault.LOST, TransferFault.PARTIAL)
+        return not is_spoilt and None not in job.contents
+
+    def _announce(self, job: _Job) -> None:
+        arrival = _SimArrival(lambda: self._arrive(job))
+        outcome = TransferOutcome.ARRIVING
+        self._results.append(JobResult(job.job.job_id, outcome, arrival=arrival))
 
     def _arrive(self, job: _Job) -> None:
         """Moves what is left of a load."""
@@ -284,4 +309,5 @@ class SimPool:
         failed: tuple[bytes, ...] = (),
     ) -> None:
         del self._jobs[job.job.job_id]
+        self._left.discard(job.job.job_id)
         self._results.append(JobResult(job.job.job_id, outcome, moved, failed, reason))

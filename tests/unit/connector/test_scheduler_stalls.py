@@ -34,7 +34,10 @@ def test_an_arriving_load_holds_its_blocks_when_vllm_frees_them() -> None:
     bench.pool.free(table)
     assert [bench.pool.blocks[b].ref_cnt for b in table] == [1, 1, 0]
     assert bench.side.has_open_transfers()
+    # The last bytes are there in a moment, which preempting a request would take longer than.
+    assert bench.side.may_free_blocks_soon()
     bench.side.take_worker_answers(WorkerMetadata([RankAnswer(plan.job_id, 0, True)]))
+    assert not bench.side.may_free_blocks_soon()
     assert [bench.pool.blocks[b].ref_cnt for b in table] == [0, 0, 0]
     assert not bench.side.has_open_transfers()
     assert bench.side.counters()["loads_arriving"] == 1
