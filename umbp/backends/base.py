@@ -9,7 +9,7 @@ A backend is a class that satisfies ``Backend``, named by an entry point in the 
 
 * ``WorkerPool``, one per worker process, moves bytes between KV memory and objects.
 * ``LookupClient``, one in the scheduler process, says which objects exist. A backend whose pool
-  lives in the workers (``pool_in_worker``) has none: umbp asks every ``WorkerPool.contains``, over a
+  lives in the workers (``pool_in_worker``) has none: umbp asks every ``WorkerPool.contains`` over a
   private Unix socket or, within one process, by a call.
 
 Rules that hold for every implementation, and which the conformance tests check:
