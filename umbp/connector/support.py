@@ -128,9 +128,13 @@ def loads_may_arrive(vllm_config: Any, kv_cache_config: Any) -> bool:
 
     The connector has the device wait when vLLM hands it the step. Before that vLLM copies recurrent
     state to where the step writes it, and with microbatches it computes on streams of its own.
+    Ranks of data parallelism that compute in step would all wait for the one that loads.
     """
+    parallel = vllm_config.parallel_config
     specs = [spec for group in kv_cache_config.kv_cache_groups for spec in _specs(group)]
-    return not any(map(_is_state, specs)) and not vllm_config.parallel_config.use_ubatching
+    return not (
+        any(map(_is_state, specs)) or parallel.use_ubatching or parallel.data_parallel_size > 1
+    )
 
 
 def sparse_groups(kv_cache_config: Any) -> frozenset[int]:

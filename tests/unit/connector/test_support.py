@@ -10,6 +10,7 @@ import pytest
 from umbp.connector.setup import load_async
 from umbp.connector.support import (
     check_supported,
+    loads_may_arrive,
     sparse_groups,
     warn_of_policy,
     why_load_async,
@@ -70,6 +71,8 @@ def engine(*specs: Any, **fields: Any) -> Any:
             pipeline_parallel_size=fields.get("pipeline", 1),
             decode_context_parallel_size=fields.get("context", 1),
             prefill_context_parallel_size=1,
+            use_ubatching=fields.get("ubatching", False),
+            data_parallel_size=fields.get("data", 1),
         ),
         cache_config=ns(enable_prefix_caching=fields.get("caching", True)),
         scheduler_config=ns(async_scheduling=fields.get("async_scheduling", False)),
@@ -144,6 +147,23 @@ def test_asynchronous_scheduling_must_load_between_steps() -> None:
     """vLLM takes the token of a step that was planned before a load within a step failed."""
     reason = why_load_async(*engine(FULL, async_scheduling=True))
     assert "--no-async-scheduling" in str(reason)
+
+
+@pytest.mark.parametrize(
+    ("specs", "fields", "may"),
+    [
+        ([FULL], {}, True),
+        ([FULL, SlidingWindowSpec()], {"async_scheduling": True}, True),
+        ([FULL, MambaSpec()], {}, False),
+        ([mixed(FULL, MambaSpec())], {}, False),
+        ([FULL], {"ubatching": True}, False),
+        ([FULL], {"data": 2}, False),
+    ],
+)
+def test_where_a_step_may_be_submitted_before_its_load_has_ended(
+    specs: list[Any], fields: dict[str, Any], may: bool
+) -> None:
+    assert loads_may_arrive(*engine(*specs, **fields)) is may
 
 
 def test_option_load_async_is_overruled_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
