@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What runs the commands of docs/walkthrough.md: it notices what a page does not say."""
 
+import errno
 import importlib
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -103,3 +105,27 @@ def test_a_trace_that_breaks_its_format_is_found(terminal: ModuleType, tmp_path:
         path.write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
         with pytest.raises(terminal.WalkError, match=words):
             perfetto.check_events(path)
+
+
+def test_a_folder_that_is_still_written_to_is_removed_when_that_is_over(
+    terminal: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the profile of a browser is, whose processes end one after the other."""
+    browser = importlib.import_module("browser")
+    monkeypatch.setattr(browser, "_PAUSE_S", 0.001)
+    folder = tempfile.TemporaryDirectory(prefix="umbp-")
+    left = [2]
+    cleanup = folder.cleanup
+
+    def cleanup_beside_a_writer() -> None:
+        if left[0]:
+            left[0] -= 1
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", "Default")
+        cleanup()
+
+    monkeypatch.setattr(folder, "cleanup", cleanup_beside_a_writer)
+    browser.remove(folder, 30.0)
+    assert not Path(folder.name).exists()
+    left[0] = 1 << 30
+    with pytest.raises(OSError, match="Directory not empty"):
+        browser.remove(folder, 0.01)

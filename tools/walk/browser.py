@@ -108,7 +108,7 @@ class Browser:
         self._process.wait(PATIENCE_S)
         os.close(self._requests)
         os.close(self._answers)
-        self._profile.cleanup()
+        remove(self._profile, PATIENCE_S)
 
     def _call(self, method: str, **parameters: Any) -> dict[str, Any]:
         self._serial += 1
@@ -149,6 +149,26 @@ class Browser:
         elif event["method"] == "Log.entryAdded" and parameters["entry"]["level"] == "error":
             entry = parameters["entry"]
             self.problems.append(f"{entry['text']} ({entry.get('url', 'no address')})")
+
+
+def remove(folder: tempfile.TemporaryDirectory[str], patience_s: float) -> None:
+    """Removes a folder into which somebody may still write for a moment.
+
+    Chromium is several processes, and some outlive the one that was ended.
+
+    Raises:
+        OSError: It is still written to when that time has passed.
+    """
+    give_up_s = time.monotonic() + patience_s
+    while True:
+        try:
+            folder.cleanup()
+        except OSError:
+            if time.monotonic() > give_up_s:
+                raise
+            time.sleep(_PAUSE_S)
+        else:
+            return
 
 
 def _launch(program: str, profile: str) -> tuple[subprocess.Popen[bytes], int, int]:
