@@ -9,13 +9,11 @@ from rich.console import Console
 from rich.table import Table
 
 PEERS = ("SimpleCPUOffload", "Offloading")
-RESTORE_MAX = 0.9
-"""Of the best peer's time."""
-COLD_MAX = 1.01
-"""Of the time without offload."""
-GAP_MAX = 1.05
-"""Of the 99th percentile while the same prompts arrive and are prefix hits."""
+RESTORE_RATIO = "restore, of the best peer"
+COLD_RATIO = "cold prefill with stores, of without"
 GAP_RATIO = "99th percentile of gaps, restores of hits"
+LIMITS = {RESTORE_RATIO: 0.9, COLD_RATIO: 1.01, GAP_RATIO: 1.05}
+"""The most that each may be."""
 
 
 def median_s(record: Mapping[str, Any], name: str, field: str) -> float:
@@ -55,10 +53,10 @@ def ratios(record: Mapping[str, Any]) -> dict[str, float]:
     peers = [name for name in PEERS if name in names and is_restored(record, name)]
     if peers:
         best = min(median_s(record, name, "restored_s") for name in peers)
-        found["restore, of the best peer"] = median_s(record, ours, "restored_s") / best
+        found[RESTORE_RATIO] = median_s(record, ours, "restored_s") / best
     if "none" in names:
         without = median_s(record, "none", "cold_s")
-        found["cold prefill with stores, of without"] = median_s(record, ours, "cold_s") / without
+        found[COLD_RATIO] = median_s(record, ours, "cold_s") / without
     of_rounds = gap_ratios(record, ours)
     if of_rounds:
         found[GAP_RATIO] = statistics.median(of_rounds)
@@ -83,17 +81,10 @@ def pooled(record: Mapping[str, Any], name: str, kind: str) -> list[float]:
 
 def failures(record: Mapping[str, Any]) -> list[str]:
     """Returns a line for every judged ratio that is missed."""
-    limits = (RESTORE_MAX, COLD_MAX, GAP_MAX)
-    found = ratios(record)
-    names = (
-        "restore, of the best peer",
-        "cold prefill with stores, of without",
-        GAP_RATIO,
-    )
     missed = [
-        f"{name}: {found[name]:.3f}, at most {limit}"
-        for name, limit in zip(names, limits, strict=True)
-        if name in found and found[name] > limit
+        f"{name}: {ratio:.3f}, at most {LIMITS[name]}"
+        for name, ratio in ratios(record).items()
+        if ratio > LIMITS[name]
     ]
     missed += [
         f"{name} did not restore all that its prefix cache had"

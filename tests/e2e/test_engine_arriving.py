@@ -6,7 +6,7 @@ may. Whoever reads their blocks before reads noise, and whoever is given them ha
 """
 
 import pytest
-from engine import Engine, EngineSettings, full_blocks, prompt
+from engine import BLOCK_TOKENS, Engine, EngineSettings, full_blocks, prompt
 from engine_process import EngineProcess
 
 TOKENS = prompt(205, seed=310)
@@ -39,7 +39,7 @@ def begin(engine: EngineProcess) -> tuple[str, tuple[int, ...]]:
     before = arrived(engine)
     request_id = engine.submit(TOKENS)
     engine.run(step_until_arrived, before + 1)
-    assert engine.counters()["blocks_pinned"] == COVERED // 32
+    assert engine.counters()["blocks_pinned"] == COVERED // BLOCK_TOKENS
     return request_id, cold.tokens
 
 
@@ -74,7 +74,7 @@ def test_blocks_of_an_aborted_request_are_nobody_elses_until_it_has_ended(
     engine.abort(request_id)
     # No step computes, so nothing waits for the load, and its blocks stay in use.
     engine.step(5)
-    assert engine.counters()["blocks_pinned"] == COVERED // 32
+    assert engine.counters()["blocks_pinned"] == COVERED // BLOCK_TOKENS
     assert [engine.answer(tokens).tokens for tokens in OTHERS] == expected
     engine.set_faults()
     engine.settle()

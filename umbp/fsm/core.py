@@ -349,9 +349,7 @@ class Core(StoreRules):
 
     def _on_rank_reported(self, event: "events.RankStalled | events.RankArriving") -> None:
         lease = self.leases.get(event.job_id)
-        bit = 1 << event.rank
-        reported = lease.ranks_stalled | lease.ranks_arriving if lease is not None else 0
-        if lease is None or not lease.ranks_left & ~reported & bit:
+        if lease is None or not lease.ranks_silent >> event.rank & 1:
             self.counters.answers_unknown += 1
             return
         if lease.kind is not LeaseKind.LOAD or lease.synchronous:
@@ -361,7 +359,7 @@ class Core(StoreRules):
 
     def _leave(self, lease: TransferLease) -> None:
         """Tells the request once the engine has heard from every rank that its load has ended."""
-        if lease.ranks_left & ~(lease.ranks_stalled | lease.ranks_arriving):
+        if lease.ranks_silent:
             return
         request = lease.request
         if (

@@ -219,13 +219,13 @@ def _pin(core: "Core", lease: TransferLease) -> None:
     core.pinned_blocks += lease.block_count
 
 
-def finish_load(core: "Core", request: RequestContext, _: events.LoadSettled) -> None:
+def finish_load(core: "Core", request: RequestContext, event: events.LoadSettled) -> None:
     """Lets the life go on from the restored tokens."""
-    _close_load(request)
-    core.note_filling(request)
+    request.open_leases -= 1
+    run_ahead(core, request, event)
 
 
-def run_ahead(core: "Core", request: RequestContext, _: events.LoadArrived) -> None:
+def run_ahead(core: "Core", request: RequestContext, _: Any) -> None:
     """Lets the life go on from the restored tokens, of which the last are still on their way."""
     request.load_job_id = None
     core.note_filling(request)
@@ -247,13 +247,9 @@ def leave_load(_core: "Core", request: RequestContext, _: Any) -> None:
 
 def fail_sync_load(_core: "Core", request: RequestContext, _: events.SyncLoadFailed) -> None:
     """Lets the engine compute the step again, and never tries again for this request."""
-    _close_load(request)
     request.load_barred = True
-
-
-def _close_load(request: RequestContext) -> None:
-    request.open_leases -= 1
     request.load_job_id = None
+    request.open_leases -= 1
 
 
 def preempt(core: "Core", request: RequestContext, _: Any) -> None:

@@ -114,6 +114,11 @@ class TransferLease:
     wake_s: float = math.inf
 
     @property
+    def ranks_silent(self) -> int:
+        """Bit mask of the ranks that have said nothing: they neither ended, stalled nor arrive."""
+        return self.ranks_left & ~(self.ranks_stalled | self.ranks_arriving)
+
+    @property
     def number(self) -> int:
         """Orders this lease among others that are due at the same time."""
         return self.job_id

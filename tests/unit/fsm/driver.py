@@ -146,6 +146,12 @@ class Driver:
             self.finish(name)
         return lease
 
+    def loading(self) -> TransferLease:
+        """Brings a new request into ``LOADING``, and returns the load that it waits for."""
+        lease = self.bring(RequestState.LOADING)
+        assert lease is not None
+        return lease
+
 
 def snapshot(core: Core) -> dict[str, Any]:
     """Copies everything that an event may change, but for the numbers that were drawn."""

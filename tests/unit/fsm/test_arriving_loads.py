@@ -21,15 +21,9 @@ def arrive(driver: Driver, lease: TransferLease, rank: int = 0) -> list[Command]
     return driver.give(RankArriving(lease.job_id, rank))
 
 
-def loading(driver: Driver) -> TransferLease:
-    lease = driver.bring(RequestState.LOADING)
-    assert lease is not None
-    return lease
-
-
 def test_the_request_goes_on_from_the_restored_tokens_and_its_blocks_are_held() -> None:
     driver = Driver()
-    lease = loading(driver)
+    lease = driver.loading()
     (command,) = arrive(driver, lease)
     assert isinstance(command, PinBlocks)
     assert lease.state is LeaseState.IN_FLIGHT
@@ -49,7 +43,7 @@ def test_the_request_goes_on_from_the_restored_tokens_and_its_blocks_are_held() 
 
 def test_it_goes_on_when_the_last_rank_has_said_so_in_whatever_way() -> None:
     driver = Driver(rank_count=3)
-    lease = loading(driver)
+    lease = driver.loading()
     arrive(driver, lease, 0)
     driver.succeed(lease, 1)
     assert driver.request().state is RequestState.LOADING
@@ -65,7 +59,7 @@ def test_it_goes_on_when_the_last_rank_has_said_so_in_whatever_way() -> None:
 @pytest.mark.parametrize("first", ["arrives", "fails"])
 def test_a_request_of_which_another_rank_failed_is_computed(first: str) -> None:
     driver = Driver(rank_count=2)
-    lease = loading(driver)
+    lease = driver.loading()
     if first == "arrives":
         arrive(driver, lease, 0)
         driver.fail(lease, 1)
@@ -86,7 +80,7 @@ def test_a_request_of_which_another_rank_failed_is_computed(first: str) -> None:
 
 def test_a_request_of_which_another_rank_stalled_is_computed() -> None:
     driver = Driver(rank_count=2)
-    lease = loading(driver)
+    lease = driver.loading()
     arrive(driver, lease, 0)
     assert driver.give(RankStalled(lease.job_id, 1)) == []
     assert driver.request().state is RequestState.LOOKUP
@@ -99,7 +93,7 @@ def test_a_request_of_which_another_rank_stalled_is_computed() -> None:
 @pytest.mark.parametrize("end", ["finish", "preempt"])
 def test_a_request_that_is_gone_leaves_its_load_holding_the_blocks(end: str) -> None:
     driver = Driver()
-    lease = loading(driver)
+    lease = driver.loading()
     arrive(driver, lease)
     request = driver.request()
     driver.finish() if end == "finish" else driver.preempt()
@@ -111,7 +105,7 @@ def test_a_request_that_is_gone_leaves_its_load_holding_the_blocks(end: str) -> 
 
 def test_a_promise_that_is_broken_ends_the_stores_of_all_lives() -> None:
     driver = Driver()
-    lease = loading(driver)
+    lease = driver.loading()
     arrive(driver, lease)
     driver.fail(lease)
     assert driver.request().store_barred
@@ -121,7 +115,7 @@ def test_a_promise_that_is_broken_ends_the_stores_of_all_lives() -> None:
 
 def test_a_second_report_and_one_after_the_answer_are_counted_and_change_nothing() -> None:
     driver = Driver(rank_count=2)
-    lease = loading(driver)
+    lease = driver.loading()
     arrive(driver, lease, 0)
     assert arrive(driver, lease, 0) == []
     assert driver.give(RankStalled(lease.job_id, 0)) == []

@@ -21,15 +21,9 @@ def stall(driver: Driver, lease: TransferLease, rank: int = 0) -> list[Command]:
     return driver.give(RankStalled(lease.job_id, rank))
 
 
-def loading(driver: Driver) -> TransferLease:
-    lease = driver.bring(RequestState.LOADING)
-    assert lease is not None
-    return lease
-
-
 def test_the_request_is_computed_and_its_blocks_are_held_until_the_answer() -> None:
     driver = Driver()
-    lease = loading(driver)
+    lease = driver.loading()
     (command,) = stall(driver, lease)
     assert isinstance(command, PinBlocks)
     assert lease.state is LeaseState.STALLED
@@ -49,7 +43,7 @@ def test_the_request_is_computed_and_its_blocks_are_held_until_the_answer() -> N
 
 def test_blocks_are_pinned_once_however_many_ranks_stall() -> None:
     driver = Driver(rank_count=3)
-    lease = loading(driver)
+    lease = driver.loading()
     (command,) = stall(driver, lease, 2)
     assert isinstance(command, PinBlocks)
     assert command.lease is lease
@@ -67,7 +61,7 @@ def test_blocks_are_pinned_once_however_many_ranks_stall() -> None:
 
 def test_a_rank_that_ends_after_all_has_still_failed() -> None:
     driver = Driver(rank_count=2)
-    lease = loading(driver)
+    lease = driver.loading()
     stall(driver, lease, 0)
     driver.succeed(lease, 0)
     assert driver.request().state is RequestState.LOADING
@@ -81,7 +75,7 @@ def test_a_rank_that_ends_after_all_has_still_failed() -> None:
 @pytest.mark.parametrize("end", ["finish", "preempt"])
 def test_a_request_that_is_gone_leaves_its_load_holding_the_blocks(end: str) -> None:
     driver = Driver()
-    lease = loading(driver)
+    lease = driver.loading()
     request = driver.request()
     driver.finish() if end == "finish" else driver.preempt()
     state = request.state
@@ -95,7 +89,7 @@ def test_a_request_that_is_gone_leaves_its_load_holding_the_blocks(end: str) -> 
 
 def test_a_second_report_and_one_after_the_answer_are_counted_and_change_nothing() -> None:
     driver = Driver(rank_count=2)
-    lease = loading(driver)
+    lease = driver.loading()
     stall(driver, lease, 0)
     driver.succeed(lease, 0)
     pinned = driver.core.pinned_blocks
