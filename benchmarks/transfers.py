@@ -149,7 +149,8 @@ class Rig:
         begun_s = time.perf_counter()
         getattr(self._pool, kind)(job)
         while not (results := self._pool.poll()):
-            time.sleep(0.0002)
+            # Asking again and again would take the interpreter from the thread that copies.
+            self._pool.wait(PATIENCE_S)
         taken_s = time.perf_counter() - begun_s
         (result,) = results
         if result.outcome is not TransferOutcome.DONE:

@@ -159,7 +159,7 @@ def test_case_5_9_what_is_not_there_yet_is_a_miss_and_holds_nobody_up() -> None:
         bench.lookups.stored = Listed(index)  # type: ignore[assignment]
         for at, kind in enumerate(pattern):
             if kind in "SQ":
-                index.publish(index.reserve([block_hash(at)], 64), 64)
+                index.publish(index.reserve([block_hash(at)], 64))
             elif kind == "P":
                 index.reserve([block_hash(at)], 64)
         quarantined = [block_hash(at) for at, kind in enumerate(pattern) if kind == "Q"]

@@ -17,7 +17,7 @@ def index():
 
 def store(index, *keys, size=SIZE):
     room = index.reserve(keys, size)
-    index.publish(room, size)
+    index.publish(room)
     return room
 
 
@@ -34,7 +34,7 @@ def found(index, *keys):
 def test_a_reserved_object_is_found_only_once_published(index):
     room = index.reserve([b"a", b"b"], SIZE)
     assert found(index, b"a", b"b") == []
-    index.publish(room, SIZE)
+    index.publish(room)
     assert found(index, b"b", b"a", b"c") == [b"b", b"a"]
 
 
@@ -90,6 +90,19 @@ def test_a_store_of_larger_objects_evicts_until_neighbours_make_room():
     index.unpin(pins)
 
 
+def test_a_store_takes_the_room_of_objects_of_its_own_size_and_of_others():
+    index = ObjectIndex(Arena(8 * SIZE))
+    store(index, b"a", size=SIZE)
+    store(index, b"b", size=4 * SIZE)
+    store(index, b"c", b"d", b"e")
+    room = store(index, *(b"%d" % number for number in range(7)))
+    assert index.take_evictions() == [b"a", b"b", b"e", b"d"]
+    assert sorted([*room.offsets, *load(index, b"c").offsets]) == list(range(0, 8 * SIZE, SIZE))
+    assert index.stats().used_bytes == 8 * SIZE
+    index.clear()
+    assert (index.stats().used_bytes, index.stats().object_count) == (0, 0)
+
+
 def test_lookups_do_not_count_as_a_use(index):
     for key in (b"a", b"b", b"c", b"d"):
         store(index, key)
@@ -109,7 +122,7 @@ def test_pinned_and_reserved_objects_stay(index):
     assert index.take_evictions() == [b"c"]
     index.unpin(pins)
     assert index.reserve([b"f", b"g", b"h"], SIZE).rejected_keys == (b"h",)
-    index.publish(reserved, SIZE)
+    index.publish(reserved)
     assert found(index, b"a", b"b", b"d") == [b"d"]
 
 
@@ -136,8 +149,8 @@ def test_a_load_with_a_missing_or_differently_sized_object_pins_nothing(index):
 def test_the_first_of_two_stores_of_one_key_stays(index):
     first = index.reserve([b"a"], SIZE)
     second = index.reserve([b"a"], SIZE)
-    index.publish(first, SIZE)
-    index.publish(second, SIZE)
+    index.publish(first)
+    index.publish(second)
     assert load(index, b"a").offsets.tolist() == first.offsets.tolist()
     assert index.stats().used_bytes == SIZE
 

@@ -203,7 +203,7 @@ class MemoryPool:
             except BaseException:
                 self._index.abandon(room)
                 raise
-            self._index.publish(room, object_bytes)
+            self._index.publish(room)
             bytes_moved += object_bytes * len(room.keys)
             rejected.extend(room.rejected_keys)
         if not rejected:

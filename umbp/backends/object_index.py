@@ -9,6 +9,7 @@ object is in the index only from ``publish`` on; a reserved extent is nobody's t
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Collection, Sequence
+from operator import attrgetter
 from typing import Final
 
 import attrs
@@ -23,9 +24,18 @@ EVICTIONS_KEPT_MAX: Final = 65_536
 
 @attrs.define(eq=False)
 class _Object:
+    """An extent of the arena, and who reads it.
+
+    While reserved it is nobody's to find. When an object is evicted for one of the same size, the
+    extent goes from hand to hand, and the arena does not hear of it.
+    """
+
     offset: int
     object_bytes: int
     reader_count: int = 0
+
+
+_offset_of = attrgetter("offset")
 
 
 @attrs.frozen(eq=False)
@@ -35,14 +45,19 @@ class Reservation:
     Attributes:
         positions: int64[reserved], index of each object among the keys that were asked for.
         keys: The keys that got room, same order.
-        offsets: int64[reserved], where each object goes.
+        objects: The records that they get, same order.
         rejected_keys: Keys that got no room.
     """
 
     positions: Int64Array
     keys: tuple[bytes, ...]
-    offsets: Int64Array
+    objects: tuple[_Object, ...]
     rejected_keys: tuple[bytes, ...]
+
+    @property
+    def offsets(self) -> Int64Array:
+        """int64[reserved], where each object goes; made anew by every access."""
+        return _offsets(self.objects)
 
 
 @attrs.frozen(eq=False)
@@ -92,35 +107,34 @@ class ObjectIndex:
         with self._lock:
             missing = [position for position, key in enumerate(keys) if key not in self._objects]
             existing = () if len(missing) == len(keys) else frozenset(keys)
-            offsets = self._allocate(object_bytes, len(missing), existing)
-        positions, left_over = missing[: len(offsets)], missing[len(offsets) :]
+            objects = self._take_room(object_bytes, len(missing), existing)
+        # Ascending, so that neighbours in the job are neighbours in the pool where possible and
+        # can be copied in one call.
+        objects.sort(key=_offset_of)
+        positions, left_over = missing[: len(objects)], missing[len(objects) :]
         return Reservation(
             np.array(positions, dtype=np.int64),
             tuple(keys[position] for position in positions),
-            # Ascending, so that neighbours in the job are neighbours in the pool where possible
-            # and can be copied in one call.
-            np.sort(np.array(offsets, dtype=np.int64)),
+            tuple(objects),
             tuple(keys[position] for position in left_over),
         )
 
-    def publish(self, reservation: Reservation, object_bytes: int) -> None:
+    def publish(self, reservation: Reservation) -> None:
         """Makes stored objects visible. Their bytes must be in place."""
         with self._lock:
             # Last first: the blocks of a prompt are worth nothing without those before them, so
             # of one store, and of one load, the end is evicted before the beginning.
-            for key, offset in zip(
-                reversed(reservation.keys), reservation.offsets[::-1].tolist(), strict=True
+            for key, stored in zip(
+                reversed(reservation.keys), reversed(reservation.objects), strict=True
             ):
-                if key in self._objects:
+                if self._objects.setdefault(key, stored) is not stored:
                     # Another thread stored the same key in the meantime; the first bytes stay.
-                    self._arena.free(offset)
-                else:
-                    self._objects[key] = _Object(offset, object_bytes)
+                    self._arena.free(stored.offset)
 
     def abandon(self, reservation: Reservation) -> None:
         """Gives back the room of a store that failed."""
         with self._lock:
-            self._arena.free_many(reservation.offsets.tolist())
+            self._arena.free_many([reserved.offset for reserved in reservation.objects])
 
     def pin(self, keys: Sequence[bytes], object_bytes: Sequence[int]) -> Pins:
         """Pins all objects of a load, or none; counts as a use.
@@ -143,8 +157,7 @@ class ObjectIndex:
             for key, pinned in zip(reversed(keys), reversed(objects), strict=True):
                 pinned.reader_count += 1
                 self._objects.move_to_end(key)
-        offsets = np.array([pinned.offset for pinned in objects], dtype=np.int64)
-        return Pins(offsets, (), tuple(objects))
+        return Pins(_offsets(objects), (), tuple(objects))
 
     def unpin(self, pins: Pins) -> None:
         """Ends what ``pin`` began; called exactly once for each."""
@@ -175,35 +188,48 @@ class ObjectIndex:
             self._arena.free_many([gone.offset for gone in self._objects.values()])
             self._objects.clear()
 
-    def _allocate(self, object_bytes: int, count: int, kept: Collection[bytes]) -> list[int]:
+    def _take_room(self, object_bytes: int, count: int, kept: Collection[bytes]) -> list[_Object]:
         """Takes extents for objects, evicting others but ``kept`` while there are too few."""
-        offsets = self._arena.allocate_many(object_bytes, count)
-        while len(offsets) < count:
-            if not self._evict((count - len(offsets)) * object_bytes, kept):
+        objects = self._allocate(object_bytes, count)
+        while len(objects) < count:
+            victims = self._evict((count - len(objects)) * object_bytes, kept)
+            if not victims:
                 break
-            offsets += self._arena.allocate_many(object_bytes, count - len(offsets))
-        return offsets
+            objects += [victim for victim in victims if victim.object_bytes == object_bytes]
+            others = [victim for victim in victims if victim.object_bytes != object_bytes]
+            if others:
+                self._arena.free_many([victim.offset for victim in others])
+                objects += self._allocate(object_bytes, count - len(objects))
+        return objects
 
-    def _evict(self, size_bytes: int, kept: Collection[bytes]) -> bool:
-        """Removes what was not loaded for longest and nobody reads, or says that all is in use.
+    def _allocate(self, object_bytes: int, count: int) -> list[_Object]:
+        """Takes what room there is without evicting."""
+        offsets = self._arena.allocate_many(object_bytes, count)
+        return [_Object(offset, object_bytes) for offset in offsets]
+
+    def _evict(self, size_bytes: int, kept: Collection[bytes]) -> list[_Object]:
+        """Removes what was not loaded for longest and nobody reads; nothing when all is in use.
 
         Args:
             size_bytes: Stops when what was removed is as large as this.
             kept: Keys of objects that stay.
         """
-        victims: list[bytes] = []
-        offsets: list[int] = []
+        keys: list[bytes] = []
+        victims: list[_Object] = []
         for key, candidate in self._objects.items():
             if size_bytes <= 0:
                 break
             if candidate.reader_count or key in kept:
                 continue
             size_bytes -= candidate.object_bytes
-            victims.append(key)
-            offsets.append(candidate.offset)
-        for key in victims:
+            keys.append(key)
+            victims.append(candidate)
+        for key in keys:
             del self._objects[key]
-        self._arena.free_many(offsets)
-        self._evicted_keys.extend(victims)
-        self._evicted_count += len(victims)
-        return bool(victims)
+        self._evicted_keys.extend(keys)
+        self._evicted_count += len(keys)
+        return victims
+
+
+def _offsets(objects: Sequence[_Object]) -> Int64Array:
+    return np.fromiter(map(_offset_of, objects), dtype=np.int64, count=len(objects))
