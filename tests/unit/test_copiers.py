@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Both copiers against a copy byte by byte, for any layout and any place in the pool."""
 
+import os
+import threading
 from types import SimpleNamespace
 
 import attrs
@@ -58,24 +60,54 @@ def test_bytes_arrive_where_they_belong_and_nowhere_else(copier_type, data, shap
     assert not any(kv.snapshot())
 
 
-def test_long_jobs_of_short_pieces_are_cut(monkeypatch):
+@pytest.mark.parametrize(("limit", "most"), [("_CALL_ROWS_MAX", 13), ("_CALL_BYTES_MAX", 14)])
+@pytest.mark.parametrize("gap", [0, 1], ids=["neighbours", "apart"])
+def test_long_jobs_are_cut(monkeypatch, limit, most, gap):
     counts = []
-    row_numbers = HostCopier._row_numbers
+    kv_numbers = HostCopier._kv_numbers
 
     def counted(self, layout, block_ids):
-        numbers = row_numbers(self, layout, block_ids)
+        numbers = kv_numbers(self, layout, block_ids)
         counts.append(len(numbers))
         return numbers
 
-    monkeypatch.setattr(copiers, "_ROWS_PER_CALL_MAX", 13)
-    monkeypatch.setattr(HostCopier, "_row_numbers", counted)
+    monkeypatch.setattr(copiers, limit, most)
+    monkeypatch.setattr(HostCopier, "_kv_numbers", counted)
     kv = make_kv_memory(KVShape.LBH, [GroupShape(1, (3, 2))], block_count=BLOCK_COUNT)
-    pool = torch.zeros(5 * BLOCK_COUNT, dtype=torch.uint8)
+    pool = torch.zeros((5 + gap) * BLOCK_COUNT, dtype=torch.uint8)
     content = [kv.fill(0, block, block) for block in range(BLOCK_COUNT)]
     blocks = np.arange(BLOCK_COUNT)
-    HostCopier(kv.memory, pool).store(0, blocks, blocks * 5)
-    assert pool.numpy().tobytes() == b"".join(content)
-    assert counts == [10, 10, 10]
+    copier = HostCopier(kv.memory, pool)
+    copier.store(0, blocks, blocks * (5 + gap))
+    assert pool.view(BLOCK_COUNT, -1)[:, :5].numpy().tobytes() == b"".join(content)
+    kv.wipe()
+    copier.load(0, blocks, blocks * (5 + gap))
+    assert [kv.read(0, block) for block in range(BLOCK_COUNT)] == content
+    assert counts == [10, 10, 10] * 2
+
+
+@pytest.mark.skipif(torch.get_num_threads() < 2, reason="torch computes on one thread")
+def test_copies_in_host_memory_leave_the_threads_alone_that_the_model_computes_with():
+    """A team of OpenMP threads beside the model's slows the model down, even while it idles."""
+    kv = make_kv_memory(KVShape.LBH, [GroupShape(8, (64 << 10,))], block_count=8)
+    pool = torch.zeros(8 * (512 << 10), dtype=torch.uint8)
+    copier = HostCopier(kv.memory, pool)
+    offsets = np.arange(8) * (512 << 10)
+    new = []
+
+    def threads() -> set[str]:
+        return set(os.listdir("/proc/self/task"))
+
+    def copy() -> None:
+        before = threads()
+        copier.store(0, np.arange(8), offsets)
+        copier.load(0, np.arange(8), offsets)
+        new.append(threads() - before)
+
+    thread = threading.Thread(target=copy)
+    thread.start()
+    thread.join()
+    assert new == [set()]
 
 
 @pytest.mark.parametrize("copier_type", [HostCopier, DeviceCopier])

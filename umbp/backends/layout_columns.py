@@ -31,10 +31,10 @@ PIECE_BYTES_MAX: Final = 1 << 16
 """Addresses have 47 bits, so an array with a piece at each of them has less than 2**63 bytes."""
 
 
-def split_evenly(layout: ObjectLayout) -> ObjectLayout:
+def split_evenly(layout: ObjectLayout, piece_bytes_max: int = PIECE_BYTES_MAX) -> ObjectLayout:
     """Splits ranges into the longest pieces, up to a limit, that all have one length."""
     common_bytes = math.gcd(*layout.range_bytes.tolist())
-    divisor = -(-common_bytes // PIECE_BYTES_MAX)
+    divisor = -(-common_bytes // piece_bytes_max)
     while common_bytes % divisor:
         divisor += 1
     piece_bytes = common_bytes // divisor
