@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from umbp.backends.base import KVMemory, MemoryRegion, ObjectLayout
 from umbp.backends.layout_columns import (
     PIECE_BYTES_MAX,
+    cut,
     merge_adjacent,
     neighbour_runs,
     region_indices,
@@ -75,20 +76,29 @@ def test_pieces_have_a_longest_length():
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(0, 20), max_size=20, unique=True), st.integers(1, 5), st.integers(1, 9))
-def test_runs_cover_all_objects_and_are_neighbours(slots, count_max, size):
+@given(st.lists(st.integers(0, 20), max_size=20, unique=True), st.integers(1, 9))
+def test_runs_cover_all_objects_and_are_neighbours(slots, size):
     offsets = np.array(slots, dtype=np.int64) * size
-    runs = list(neighbour_runs(offsets, size, count_max))
+    runs = list(neighbour_runs(offsets, size))
     assert [index for run in runs for index in range(*run)] == list(range(len(slots)))
     for first, last in runs:
-        assert 0 < last - first <= count_max
+        assert last - first > 0
         assert (np.diff(offsets[first:last]) == size).all()
     joinable = [
-        run
-        for run, (after, _) in itertools.pairwise(runs)
-        if run[1] - run[0] < count_max and slots[after] == slots[after - 1] + 1
+        run for run, (after, _) in itertools.pairwise(runs) if slots[after] == slots[after - 1] + 1
     ]
     assert not joinable
+
+
+@given(st.integers(0, 20), st.integers(0, 25))
+def test_slices_cover_all_objects_and_are_as_long_as_they_may_be(object_count, count_max):
+    parts = list(cut(object_count, count_max))
+    assert [index for part in parts for index in range(part.start, part.stop)] == list(
+        range(object_count)
+    )
+    lengths = [part.stop - part.start for part in parts]
+    assert all(length == max(1, count_max) for length in lengths[:-1])
+    assert all(0 < length <= max(1, count_max) for length in lengths)
 
 
 def test_each_range_is_found_in_the_allocation_that_holds_all_its_blocks():

@@ -24,7 +24,7 @@ from typing import Any, Final, Protocol, TypeAlias
 import numpy as np
 
 from umbp.backends.base import Arrival, Int64Array, KVMemory, ObjectLayout
-from umbp.backends.layout_columns import merge_adjacent, region_indices, split_evenly
+from umbp.backends.layout_columns import cut, merge_adjacent, region_indices, split_evenly
 
 _ROW_BYTES_MAX: Final = 1 << 12
 _CALL_BYTES_MAX: Final = 1 << 24
@@ -133,16 +133,14 @@ class HostCopier:
 def _overlapping_rows(buffer: Any, size_bytes: int, row_bytes: int) -> Any:
     # A row is one element of an opaque type, because numpy moves an element by one memcpy.
     row = np.dtype((np.void, row_bytes))
-    return np.ndarray((max(0, size_bytes - row_bytes + 1),), row, buffer, strides=(1,))
+    return np.ndarray((size_bytes - row_bytes + 1,), row, buffer, strides=(1,))
 
 
 def _calls(layout: ObjectLayout, object_count: int) -> Iterator[slice]:
     """Cuts objects into what one call moves."""
-    count_max = min(
-        _CALL_BYTES_MAX // layout.object_bytes, _CALL_ROWS_MAX // len(layout.range_bytes)
-    )
-    for first in range(0, object_count, max(1, count_max)):
-        yield slice(first, min(first + max(1, count_max), object_count))
+    in_bytes = _CALL_BYTES_MAX // layout.object_bytes
+    in_rows = _CALL_ROWS_MAX // len(layout.range_bytes)
+    return cut(object_count, min(in_bytes, in_rows))
 
 
 def _pool_numbers(layout: ObjectLayout, offsets: Int64Array) -> Int64Array | slice:

@@ -117,7 +117,7 @@ class DeviceCopier:
         self, object_bytes: int, staged: Any, offsets: Int64Array, *, into_pool: bool
     ) -> None:
         """Queues the copies between a buffer of whole objects and their places in the pool."""
-        for first, last in neighbour_runs(offsets, object_bytes, len(offsets)):
+        for first, last in neighbour_runs(offsets, object_bytes):
             begin = int(offsets[first])
             stored = self._pool[begin : begin + (last - first) * object_bytes]
             buffered = staged[first * object_bytes : last * object_bytes]

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from umbp.backends.base import Int64Array, KVMemory, ObjectLayout
-from umbp.backends.layout_columns import merge_adjacent, split_evenly
+from umbp.backends.layout_columns import cut, merge_adjacent, split_evenly
 from umbp.backends.torch_rows import TorchRows
 
 logger = logging.getLogger(__name__)
@@ -83,9 +83,7 @@ class DeviceGather:
 
     def chunks(self, group_index: int, object_count: int, staging_bytes: int) -> Iterator[slice]:
         """Cuts objects into as many as a buffer holds, which is at least one."""
-        count_max = staging_bytes // self._object_bytes[group_index]
-        for first in range(0, object_count, count_max):
-            yield slice(first, min(first + count_max, object_count))
+        return cut(object_count, staging_bytes // self._object_bytes[group_index])
 
     def locate(self, group_index: int, block_ids: Int64Array) -> Blocks:
         """Brings to the device what it needs to find blocks.

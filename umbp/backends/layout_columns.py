@@ -81,15 +81,12 @@ def region_indices(memory: KVMemory, layout: ObjectLayout) -> Int64Array:
     return indices
 
 
-def neighbour_runs(
-    offsets: Int64Array, object_bytes: int, count_max: int
-) -> Iterator[tuple[int, int]]:
+def neighbour_runs(offsets: Int64Array, object_bytes: int) -> Iterator[tuple[int, int]]:
     """Cuts objects into runs that follow one another in the pool, so that one call copies each.
 
     Args:
         offsets: int64[objects], where each object lies in the pool.
         object_bytes: Size of each.
-        count_max: Objects in one run at most.
 
     Yields:
         First index and index after the last.
@@ -97,7 +94,13 @@ def neighbour_runs(
     ends = np.flatnonzero(np.diff(offsets) != object_bytes) + 1
     first = 0
     for end in (*ends.tolist(), len(offsets)):
-        while first < end:
-            last = min(first + count_max, end)
-            yield first, last
-            first = last
+        if first < end:
+            yield first, end
+        first = end
+
+
+def cut(object_count: int, count_max: int) -> Iterator[slice]:
+    """Cuts objects into slices of ``count_max`` at most, and of one where that is less."""
+    step = max(1, count_max)
+    for first in range(0, object_count, step):
+        yield slice(first, min(first + step, object_count))
