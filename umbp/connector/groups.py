@@ -11,6 +11,7 @@ Positions are tokens; a *hash index* ``i`` stands for vLLM's block hash of the t
 """
 
 import copy
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, Protocol, TypeAlias
 
@@ -138,13 +139,16 @@ class Asked:
 
 
 class _Found:
-    """A block that a lookup has found, in place of vLLM's ``KVCacheBlock``."""
+    """A block that a lookup has found, in place of vLLM's ``KVCacheBlock``.
 
-    __slots__ = ("block_hash", "is_null")
+    It stands for a place among the hashes of the request at hand; the null block has none.
+    """
 
-    def __init__(self, block_hash: bytes | None) -> None:
-        self.block_hash = block_hash
-        self.is_null = block_hash is None
+    __slots__ = ("is_null", "place")
+
+    def __init__(self, place: int | None) -> None:
+        self.place = place
+        self.is_null = place is None
 
 
 class _FoundBlocks:
@@ -156,6 +160,9 @@ class _FoundBlocks:
         # Of the request at hand: where each hash is, and for each group which hashes are found.
         self.places: dict[bytes, int] = {}
         self.found: dict[int, bytes] = {}
+        # What is returned, by number of groups and place. Made once: new objects for every block of
+        # a long prompt cost more than all of vLLM's search.
+        self._rows: defaultdict[int, list[tuple[_Found, ...]]] = defaultdict(list)
 
     def get_cached_block(self, block_hash: bytes, group_ids: Sequence[int]) -> Any:
         """Returns a block for each group; None when some group lacks it."""
@@ -166,7 +173,11 @@ class _FoundBlocks:
         for index in group_ids:
             if not self.found[index][place]:
                 return None
-        return [_Found(block_hash)] * len(group_ids)
+        rows = self._rows[len(group_ids)]
+        if place >= len(rows):
+            more = range(len(rows), len(self.places))
+            rows.extend((_Found(one),) * len(group_ids) for one in more)
+        return rows[place]
 
 
 class GroupRules:
@@ -248,7 +259,7 @@ class GroupRules:
             end_tokens,
             {
                 group: {
-                    place: block.block_hash
+                    place: block_hashes[block.place]
                     for place, block in enumerate(blocks[group.index])
                     if not block.is_null
                 }

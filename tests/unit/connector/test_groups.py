@@ -119,6 +119,24 @@ def test_hit_is_what_is_restorable_for_every_residency(model: Model) -> None:
     assert checked == 2 ** sum(len(model.positions(spec)) for spec in model.specs)
 
 
+def test_a_hit_names_the_blocks_of_its_own_prompt() -> None:
+    """Whatever was looked up before: what stands for found blocks is used again."""
+    rules = GroupRules(make_manager(full(), window(24), window(40), block=16, unit=16))
+    for first, last in ((0, 3), (20, 40), (10, 14), (5, 64), (40, 43)):
+        hashes = HASHES[first:last]
+        count = len(hashes)
+        stored = {index: set(hashes) for index in range(3)}
+        hit = find(rules, hashes, stored, limit=16 * count)
+        assert isinstance(hit, GroupsHit)
+        assert hit.end_tokens == 16 * count
+        seen = {
+            group.index: [(place, hash_) for place, hash_ in blocks.items()]
+            for group, blocks in hit.blocks.items()
+        }
+        everything = list(enumerate(hashes))
+        assert seen == {0: everything, 1: everything[-2:], 2: everything[-3:]}
+
+
 def check_loads(model: Model, stored: dict[int, set[int]], hit: Hit) -> None:
     """Every block that is to be loaded is stored, and lies where its group wants it."""
     if isinstance(hit, RunHit):
